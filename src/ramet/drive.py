@@ -1,0 +1,363 @@
+"""Run flows and plans on anyio: the only place where the agent's side waits for a branch."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+
+from ramet.errors import BranchBusy, BranchLost, ProtocolError, StepTimeout
+from ramet.process.link import Ended, Gone, Link, Plan, Talk
+from ramet.process.tree import Tree
+from ramet.protocol.flows import Flow, Post
+from ramet.pump import open_port
+
+__all__ = ["run", "shielded", "talk", "talk_all"]
+
+T = TypeVar("T")
+
+_CHUNK = 65536
+_STATUS_WITHIN = 2.0
+
+
+async def talk(link: Link, flow: Flow[T], *, timeout: float | None = None) -> T:
+    """Run one conversation on a connection.
+
+    A call that is cancelled while it waits for the answer leaves the branch usable: the late answer is skipped by
+    the next call. One that is cancelled while its request is half written loses the branch.
+
+    Raises:
+        BranchBusy: another call is under way on it.
+        BranchClosed: it was ended by its owner.
+        BranchLost: its process is gone.
+        StepTimeout: the answer took longer than `timeout` seconds, and the branch was ended.
+    """
+    link.check()
+    if link.shared:
+        if link.queue is None:
+            link.queue = anyio.Lock(fast_acquire=True)
+        async with link.queue:
+            link.check()
+            return await _talk(link, flow, timeout)
+    return await _talk(link, flow, timeout)
+
+
+async def _talk(link: Link, flow: Flow[T], timeout: float | None) -> T:
+    if link.busy:
+        raise BranchBusy(link.name)
+    link.busy = True
+    try:
+        if timeout is None:
+            return await _drive(link, flow)
+        with anyio.move_on_after(timeout):
+            return await _drive(link, flow)
+    except EOFError:
+        link.check()
+        raise await _lost(link) from None
+    except ProtocolError as error:
+        link.tree.kill([link])
+        link.shut(error)
+        raise
+    finally:
+        link.busy = False
+    late = StepTimeout(link.name, pid=link.pid, timeout=timeout)
+    link.tree.kill([link])
+    link.shut(late)
+    raise late
+
+
+async def _drive(link: Link, flow: Flow[T]) -> T:
+    try:
+        wanted = flow.send(None)
+        while True:
+            try:
+                if wanted is None:
+                    came: Any = link.peer.decode(await _receive(link))
+                else:
+                    came = _send_at_once(link, wanted)
+                    if came is not None:
+                        came = await _send_rest(link, wanted, came)
+            except BaseException as error:
+                wanted = flow.throw(error)
+            else:
+                wanted = flow.send(came)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+async def _receive(link: Link) -> bytes:
+    inbox = link.inbox
+    while True:
+        payload = inbox.next()
+        if payload is not None:
+            return payload
+        port = link.port
+        if port is not None:
+            if not port.ready:
+                await port.wait()
+            port.ready = False
+        try:
+            data = link.sock.recv(_CHUNK)
+        except BlockingIOError:
+            if port is None:
+                link.port = open_port(link.sock)
+            continue
+        except OSError:
+            raise EOFError from None
+        if not data:
+            raise EOFError
+        if port is not None and len(data) == _CHUNK:
+            port.ready = True
+        inbox.feed(data)
+
+
+def _send_at_once(link: Link, wanted: bytes | Post) -> int | None:
+    """Write without waiting; `None` if all of it went, or else how many bytes did."""
+    data = wanted.data if isinstance(wanted, Post) else wanted
+    try:
+        if isinstance(wanted, Post):
+            sent = socket.send_fds(link.sock, [data], wanted.fds)
+        else:
+            sent = link.sock.send(data)
+    except BlockingIOError:
+        return 0
+    except OSError:
+        raise EOFError from None
+    return None if sent == len(data) else sent
+
+
+async def _send_rest(link: Link, wanted: bytes | Post, sent: int) -> None:
+    data = wanted.data if isinstance(wanted, Post) else wanted
+    try:
+        while sent < len(data):
+            await anyio.wait_writable(link.sock)
+            if sent == 0:
+                sent = (
+                    (_send_at_once(link, wanted) or 0) if isinstance(wanted, Post) else link.sock.send(data)
+                )
+            else:
+                sent += link.sock.send(data[sent:])
+    except BlockingIOError:
+        return await _send_rest(link, wanted, sent)
+    except (OSError, anyio.ClosedResourceError):
+        raise EOFError from None
+    except anyio.get_cancelled_exc_class():
+        if sent:
+            link.tree.kill([link])
+            link.shut(
+                BranchLost(
+                    link.name, pid=link.pid, reason="a call was cancelled while its request was half written"
+                )
+            )
+        raise
+
+
+async def talk_all(
+    talks: Sequence[tuple[Link, Flow[T]]], *, timeout: float | None = None
+) -> list[T | Exception]:
+    """Run one conversation on each of many connections, in one task.
+
+    Returns:
+        For each its result, or the exception that it raised. Cancelled, every connection stays usable.
+    """
+    round_ = _Round(talks)
+    try:
+        with anyio.move_on_after(timeout if timeout is not None else math.inf):
+            await round_.finish()
+        for number in list(round_.waiting):
+            link = talks[number][0]
+            late = StepTimeout(link.name, pid=link.pid, timeout=timeout or 0.0)
+            link.tree.kill([link])
+            link.shut(late)
+            round_.results[number] = late
+    finally:
+        round_.leave()
+    return [await _lost(talks[i][0]) if isinstance(r, EOFError) else r for i, r in enumerate(round_.results)]
+
+
+class _Round:
+    """Many conversations at once: all requests first, then whatever answer comes next."""
+
+    def __init__(self, talks: Sequence[tuple[Link, Flow[Any]]]) -> None:
+        self.talks = talks
+        self.results: list[Any] = [None] * len(talks)
+        self.waiting: dict[int, bytes | Post | None] = {}
+        self._ready: list[int] = []
+        self._event = anyio.Event()
+        for number, (link, flow) in enumerate(talks):
+            try:
+                link.check()
+                if link.busy:
+                    raise BranchBusy(link.name)
+            except Exception as error:
+                self.results[number] = error
+                continue
+            link.busy = True
+            self.waiting[number] = None
+            self._advance(number, lambda flow=flow: flow.send(None))  # type: ignore[misc]
+
+    async def finish(self) -> None:
+        """Go on until every conversation is over."""
+        for number in list(self.waiting):
+            await self._start(number)
+        while self.waiting:
+            if not self._ready:
+                await self._event.wait()
+            self._event = anyio.Event()
+            ready, self._ready = self._ready, []
+            for number in ready:
+                if number in self.waiting:
+                    self._read(number)
+
+    async def _start(self, number: int) -> None:
+        link, flow = self.talks[number]
+        wanted = self.waiting[number]
+        if wanted is None:
+            return
+        try:
+            sent = _send_at_once(link, wanted)
+            if sent is not None:
+                await _send_rest(link, wanted, sent)
+        except EOFError as error:
+            self._settle(number, error)
+            return
+        if link.port is None:
+            link.port = open_port(link.sock)
+        link.port.waker = partial(self._wake, number)
+        self._advance(number, lambda: flow.send(None))
+        if link.port.ready:
+            self._wake(number)
+
+    def _wake(self, number: int) -> None:
+        self._ready.append(number)
+        self._event.set()
+
+    def _read(self, number: int) -> None:
+        link, flow = self.talks[number]
+        try:
+            while number in self.waiting and (payload := _read_now(link)) is not None:
+                message = link.peer.decode(payload)
+                self._advance(number, lambda message=message: flow.send(message))  # type: ignore[misc]
+        except (EOFError, ProtocolError) as error:
+            if isinstance(error, ProtocolError):
+                link.tree.kill([link])
+                link.shut(error)
+            self._settle(number, error)
+
+    def _advance(self, number: int, resume: Callable[[], Any]) -> None:
+        try:
+            self.waiting[number] = resume()
+        except StopIteration as stop:
+            self._settle(number, stop.value)
+        except Exception as error:
+            self._settle(number, error)
+
+    def _settle(self, number: int, result: Any) -> None:
+        link = self.talks[number][0]
+        self.results[number] = result
+        del self.waiting[number]
+        link.busy = False
+        if link.port is not None:
+            link.port.waker = None
+
+    def leave(self) -> None:
+        """Let go of the conversations that are not over; their late answers will be skipped."""
+        for number in list(self.waiting):
+            self.talks[number][1].close()
+            self._settle(number, self.results[number])
+
+
+def _read_now(link: Link) -> bytes | None:
+    """The next payload, if it has come in whole."""
+    while (payload := link.inbox.next()) is None:
+        try:
+            data = link.sock.recv(_CHUNK)
+        except BlockingIOError:
+            link.port.ready = False
+            return None
+        except OSError:
+            raise EOFError from None
+        if not data:
+            raise EOFError
+        link.inbox.feed(data)
+    return payload
+
+
+async def _lost(link: Link) -> BranchLost:
+    """The error for a process that has closed its end: with its exit status, if that comes soon."""
+    if link.pid and not link.gone:
+        await _wait(link.tree, (link,), _STATUS_WITHIN)
+    return link.lose()
+
+
+async def _wait(tree: Tree, links: tuple[Link, ...], timeout: float) -> None:
+    """Wait until the warden has reaped these processes."""
+    attach(tree)
+    tree.pull()
+    event = anyio.Event()
+
+    def look() -> None:
+        if tree.ended or all(link.gone for link in links):
+            event.set()
+
+    tree.watchers.append(look)
+    try:
+        look()
+        with anyio.move_on_after(timeout):
+            await event.wait()
+    finally:
+        tree.watchers.remove(look)
+
+
+def attach(tree: Tree) -> None:
+    """Listen to the warden of `tree` on the running event loop."""
+    if tree.port is None and not tree.ended:
+        tree.port = open_port(tree.control)
+        tree.port.waker = tree.pull
+
+
+async def _ended(tree: Tree, timeout: float) -> bool:
+    with anyio.move_on_after(timeout):
+        while not tree.reap(0.0):
+            await anyio.sleep(0.001)
+    return tree.reap(0.0)
+
+
+async def run(plan: Plan[T]) -> T:
+    """Run a plan. After an error or a cancellation, what the plan still does is clean-up: it runs under a shield,
+    and every wait in it is bounded."""
+    with anyio.CancelScope() as scope:
+        try:
+            step = plan.send(None)
+            while True:
+                try:
+                    came = await _do(step)
+                except BaseException as error:
+                    scope.shield = True
+                    step = plan.throw(error)
+                else:
+                    step = plan.send(came)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+    raise AssertionError("a plan neither returned nor raised")
+
+
+async def _do(step: Talk | Gone | Ended) -> Any:
+    if isinstance(step, Talk):
+        attach(step.link.tree)
+        return await talk(step.link, step.flow, timeout=step.timeout)
+    if isinstance(step, Gone):
+        return await _wait(step.links[0].tree, step.links, step.timeout)
+    return await _ended(step.tree, step.timeout)
+
+
+async def shielded(plan: Plan[T]) -> T:
+    """Run a plan that cleans up: to its end, even under cancellation; every wait in it is bounded."""
+    with anyio.CancelScope(shield=True):
+        return await run(plan)

@@ -1,0 +1,1 @@
+"""Processes: the only code that starts, forks, signals or reaps."""

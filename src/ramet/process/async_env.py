@@ -1,0 +1,69 @@
+"""Run the coroutines of an async environment in a process that has no event loop of its own.
+
+The loop runs only while a call is in progress, so a fork never copies a running one; the loop's worker threads
+are ended before a fork, and a forked child leaves the inherited loop alone and makes a new one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from ramet.process.descriptors import put_null_over
+
+if TYPE_CHECKING:
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+__all__ = ["LoopRunner"]
+
+_abandoned: list[Any] = []
+
+
+class LoopRunner:
+    """An asyncio loop that is made at the first coroutine, and anew after a fork."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._workers: ThreadPoolExecutor | None = None
+
+    def finish(self, value: Any) -> Any:
+        """`value` itself, or what it comes to if it is awaitable."""
+        if not inspect.isawaitable(value):
+            return value
+        return self._ready_loop().run_until_complete(_await(value))
+
+    def before_fork(self) -> None:
+        """End the worker threads that `asyncio.to_thread` left; the next call gets new ones."""
+        if self._workers is not None:
+            self._workers.shutdown(wait=True)
+            self._workers = None
+
+    def after_fork(self) -> None:
+        """In the child: let the inherited loop be, without touching what the parent still uses."""
+        if self._loop is None:
+            return
+        # Closing it would unregister descriptors in the epoll set that is shared with the parent.
+        _abandoned.append(self._loop)
+        put_null_over(_loop_descriptors(self._loop))
+        self._loop = None
+
+    def _ready_loop(self) -> asyncio.AbstractEventLoop:
+        import asyncio
+        from concurrent.futures import ThreadPoolExecutor
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(thread_name_prefix="environment")
+            self._loop.set_default_executor(self._workers)
+        return self._loop
+
+
+async def _await(value: Any) -> Any:
+    return await value
+
+
+def _loop_descriptors(loop: Any) -> list[int]:
+    owners = (getattr(loop, "_selector", None), getattr(loop, "_ssock", None), getattr(loop, "_csock", None))
+    return [owner.fileno() for owner in owners if owner is not None]

@@ -1,0 +1,36 @@
+"""Descriptors: how they arrive, and how a child lets go of what is not its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+
+__all__ = ["MAX_FDS", "put_null_over", "receive"]
+
+MAX_FDS = 253
+"""The most descriptors that one message can carry (the kernel's SCM_MAX_FD)."""
+
+_CHUNK = 65536
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_FD_SPACE = socket.CMSG_SPACE(MAX_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """The next bytes and the descriptors that came with them; no bytes at the end of the stream."""
+    try:
+        data, ancillary, _, _ = sock.recvmsg(_CHUNK, _FD_SPACE, _CLOEXEC)
+    except ConnectionError:
+        return b"", []
+    fds: list[int] = []
+    for _, _, payload in ancillary:
+        fds += memoryview(payload[: len(payload) - len(payload) % 4]).cast("i").tolist()
+    return data, fds
+
+
+def put_null_over(fds: Iterable[int]) -> None:
+    """Replace descriptors by the null device; closing them would let an old owner close what reuses the number."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in fds:
+        os.dup2(null, fd, inheritable=False)
+    os.close(null)

@@ -1,0 +1,132 @@
+"""Start a warden: the agent executes a fresh interpreter, so nothing of the agent's own state is forked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ramet.errors import CannotBranch, HostFailed
+from ramet.process.limits import raise_descriptor_limit
+from ramet.process.tree import Tree
+
+__all__ = ["LaunchOptions", "launch"]
+
+_BOOT = "import sys; sys.path[:] = sys.argv[3:]; from ramet.process.warden import main; main(*map(int, sys.argv[1:3]))"
+
+_ONE_THREAD = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """How the processes of a tree are started.
+
+    Attributes:
+        cwd: the working directory; the agent's by default.
+        environ: the environment variables; the agent's by default.
+        output: where stdout and stderr of the environment go: `"inherit"`, `"discard"`, or a file to append to.
+        allow_pickle: let values that have no other form cross as pickles.
+        allow_threads: fork although the environment's process runs Python threads.
+        step_timeout: the longest that a call may take, in seconds; the branch is ended then.
+        start_timeout: the longest that the factory may take, in seconds.
+        grace: how long the environment's `close()` may take, in seconds.
+    """
+
+    cwd: str | os.PathLike[str] | None = None
+    environ: Mapping[str, str] | None = None
+    output: Literal["inherit", "discard"] | Path | str = "inherit"
+    allow_pickle: bool = False
+    allow_threads: bool = False
+    step_timeout: float | None = None
+    start_timeout: float = 300.0
+    grace: float = 5.0
+
+
+def launch(options: LaunchOptions, *, blocking: bool) -> Tree:
+    """Start a warden.
+
+    Raises:
+        CannotBranch: this system has no fork.
+        HostFailed: the interpreter could not be started.
+    """
+    if not hasattr(os, "fork"):
+        raise CannotBranch(
+            "process_fork",
+            "this system has no fork",
+            instead="use direct or clone, or run under Linux (WSL 2)",
+        )
+    raise_descriptor_limit()
+    ours, theirs = socket.socketpair()
+    arguments = [str(theirs.fileno()), str(int(options.allow_pickle)), *_path()]
+    command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", _BOOT, *arguments]
+    try:
+        with theirs, _output(options.output) as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=options.cwd,
+                env=_environ(options.environ),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+    except OSError as error:
+        ours.close()
+        raise HostFailed("the environment", f"its interpreter could not be started: {error}") from error
+    process.returncode = 0  # the tree reaps it, and Popen must not
+    return Tree(
+        ours,
+        process.pid,
+        blocking=blocking,
+        pickle=options.allow_pickle,
+        allow_threads=options.allow_threads,
+        step_timeout=options.step_timeout,
+    )
+
+
+def _path() -> list[str]:
+    """The agent's import path; what is relative in it was meant from the agent's working directory."""
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
+def _environ(given: Mapping[str, str] | None) -> dict[str, str]:
+    environ = dict(os.environ if given is None else given)
+    for name in _ONE_THREAD:
+        environ.setdefault(name, "1")
+    # One seed for the whole tree, or the order of sets differs between the hosts of one manager.
+    environ.setdefault("PYTHONHASHSEED", str(random.SystemRandom().randrange(1, 2**32)))
+    return environ
+
+
+@contextlib.contextmanager
+def _output(where: str | Path) -> Iterator[int | None]:
+    if where == "inherit":
+        yield _usable_stdout()
+    elif where == "discard":
+        yield subprocess.DEVNULL
+    else:
+        with open(where, "ab") as file:
+            yield file.fileno()
+
+
+def _usable_stdout() -> int | None:
+    """`None` to inherit; the null device if the agent's own stdout is closed."""
+    try:
+        os.fstat(1)
+    except OSError:
+        return subprocess.DEVNULL
+    return None

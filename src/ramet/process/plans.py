@@ -1,0 +1,228 @@
+"""What is done with several processes at once: start, fork, end; each once, for every driver.
+
+Every plan leaves nothing behind when it is abandoned: connections are closed at once, and what was already forked
+ends by itself when it finds its connection closed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import socket
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from ramet.errors import BranchLost, ForkSafetyWarning, HostFailed, RametError
+from ramet.process.descriptors import MAX_FDS
+from ramet.process.launch import LaunchOptions, launch
+from ramet.process.link import Ended, Gone, Link, Plan, Talk
+from ramet.process.recipe import Recipe
+from ramet.process.tree import Tree
+from ramet.protocol.flows import Forked, Peer
+from ramet.protocol.messages import error_from_facts
+from ramet.types import Seed
+
+__all__ = ["END_WITHIN", "close_tree", "discard", "draw_seeds", "end", "fork", "start", "start_blank"]
+
+END_WITHIN = 10.0
+"""The longest wait, in seconds, for processes that were killed to be reaped."""
+
+
+def start_blank(recipe: Recipe, options: LaunchOptions, name: str, *, blocking: bool) -> Plan[Link]:
+    """Start a tree with one process that has loaded the factory and built nothing.
+
+    Raises:
+        HostFailed: the factory cannot be loaded there.
+    """
+    tree = launch(options, blocking=blocking)
+    try:
+        link = tree.spawn(name)
+        yield Talk(link, link.peer.prepare(recipe.data), options.start_timeout)
+    except BaseException as error:
+        yield from _abandon(tree, recipe.name, error)
+        raise
+    return link
+
+
+def start(recipe: Recipe, options: LaunchOptions, name: str, *, blocking: bool) -> Plan[Link]:
+    """Start a tree with one process that has built the environment.
+
+    Raises:
+        HostFailed: the factory cannot be loaded, or raised.
+        InvalidEnvironment: what it built is no environment.
+    """
+    link = yield from start_blank(recipe, options, name, blocking=blocking)
+    try:
+        yield Talk(link, link.peer.build(), options.start_timeout)
+    except BaseException as error:
+        yield from _abandon(link.tree, recipe.name, error)
+        raise
+    return link
+
+
+def _abandon(tree: Tree, factory: str, error: BaseException) -> Plan[None]:
+    tree.finish()
+    yield Ended(tree, END_WITHIN)
+    if isinstance(error, BranchLost):
+        raise HostFailed(
+            factory, f"its process ended while the environment was built: {error.reason}"
+        ) from error
+
+
+def fork(
+    parent: Link,
+    names: Sequence[str],
+    *,
+    seeds: Sequence[int | None],
+    instant: int | None = None,
+    collect: bool = False,
+) -> Plan[list[Link]]:
+    """Fork one child for each name; all of them or none.
+
+    Args:
+        parent: the process to fork.
+        names: the children's names.
+        seeds: what each child reseeds with; `None` keeps the exact copy.
+        instant: the instant that the caller believes the parent to stand at.
+        collect: collect the garbage first, for a parent whose children are forked often.
+
+    Raises:
+        BranchLimitError: there is no room.
+        CannotBranch: the process cannot be forked.
+        CannotReseed: nothing in a child could take the seed.
+        StaleState: the parent has moved past `instant`.
+    """
+    parent.check()
+    parent.tree.headroom.require(len(names))
+    children: list[Link] = []
+    try:
+        for first in range(0, len(names), MAX_FDS):
+            batch = slice(first, first + MAX_FDS)
+            yield from _fork_batch(parent, names[batch], seeds[batch], instant, collect, children)
+        for child in children:
+            yield Talk(child, child.peer.welcome())
+    except BaseException:
+        discard(children)
+        raise
+    return children
+
+
+def _fork_batch(
+    parent: Link,
+    names: Sequence[str],
+    seeds: Sequence[int | None],
+    instant: int | None,
+    collect: bool,
+    children: list[Link],
+) -> Plan[None]:
+    tree = parent.tree
+    made: list[Link] = []
+    ends: list[socket.socket] = []
+    tree.forking(+1)
+    try:
+        for name, seed in zip(names, seeds, strict=True):
+            link, end = tree.connect(Peer(name, allow_pickle=tree.pickle, parent=parent.peer))
+            made.append(link)
+            children.append(link)
+            ends.append(end)
+            link.sock.send(link.peer.hello(seed))
+        flow = parent.peer.fork(
+            tuple(end.fileno() for end in ends),
+            instant=instant,
+            collect=collect,
+            allow_threads=tree.allow_threads,
+            late=partial(_kill_late, tree),
+        )
+        forked: Forked = yield Talk(parent, flow, tree.step_timeout)
+        for link, pid in zip(made, forked.pids, strict=False):
+            tree.register(link, pid)
+    finally:
+        tree.forking(-1)
+        for end in ends:
+            end.close()
+    if forked.failure is not None:
+        raise error_from_facts(forked.failure)
+    for link in made:
+        link.peer.descend(parent.peer, instant=forked.instant, first_handle=forked.first_handle)
+    for text in forked.warnings:
+        warnings.warn(f"fork of {parent.name}: {text}", ForkSafetyWarning, stacklevel=2)
+
+
+def _kill_late(tree: Tree, reply: list[Any]) -> None:
+    """The answer to a fork that was cancelled: the children may have work to do before they notice."""
+    tree.kill_pids(list(reply[2]))
+
+
+def discard(links: Iterable[Link]) -> None:
+    """End processes without waiting for it."""
+    links = list(links)
+    if links:
+        links[0].tree.kill(links)
+    for link in links:
+        link.shut()
+
+
+def end(links: Iterable[Link], *, timeout: float = END_WITHIN) -> Plan[None]:
+    """End processes and wait until they were reaped, but no longer than `timeout` seconds."""
+    by_tree: dict[Tree, list[Link]] = {}
+    for link in links:
+        by_tree.setdefault(link.tree, []).append(link)
+    for tree, group in by_tree.items():
+        tree.kill(group)
+        for link in group:
+            link.shut()
+    for tree, group in by_tree.items():
+        waiting = tuple(link for link in group if link.pid not in (0, tree.pid) and not link.gone)
+        if waiting and not tree.ended:
+            yield Gone(waiting, timeout)
+        if tree.disposable and tree.childless:
+            tree.finish()
+            yield Ended(tree, timeout)
+
+
+def close_tree(host: Link, *, grace: float) -> Plan[None]:
+    """Have the environment close itself, then end the whole tree.
+
+    The environment's `close()` runs in the host alone, for at most `grace` seconds; copies are killed.
+
+    Raises:
+        EnvironmentFailed: `close()` raised; the tree has ended all the same.
+    """
+    failure: RametError | None = None
+    if host.open and not host.busy and not host.tree.ended:
+        try:
+            yield Talk(host, host.peer.close(), grace)
+        except BranchLost:
+            pass  # it took too long, or ended by itself
+        except RametError as error:
+            failure = error
+    host.tree.finish()
+    yield Ended(host.tree, END_WITHIN)
+    if failure is not None:
+        raise failure
+
+
+def draw_seeds(seed: Seed, count: int) -> list[int | None]:
+    """A seed for each of `count` branches: none, fresh ones, or ones derived from an integer.
+
+    A single branch gets the integer itself; several get different ones, the same in every run.
+
+    Raises:
+        TypeError: the seed is none of these.
+    """
+    if seed is None:
+        return [None] * count
+    if seed == "fresh":
+        return [secrets.randbits(63) for _ in range(count)]
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"a seed is an integer, 'fresh' or None, got {seed!r}")
+    if count == 1:
+        return [seed]
+    return [_derived(seed, number) for number in range(count)]
+
+
+def _derived(seed: int, number: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1

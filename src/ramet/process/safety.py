@@ -1,0 +1,211 @@
+"""What stands in the way of a fork: threads, devices, connections, unflushed files.
+
+The checks run before every fork, so they are cheap while nothing has changed: one `stat` for the
+threads, one `fstat` for each descriptor.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import io
+import os
+import socket
+import stat
+import sys
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+
+from ramet.errors import CannotBranch
+
+__all__ = ["Safety", "connected_sockets", "thread_count"]
+
+_IDLE_THREADS = ("tqdm_monitor",)
+_Files = dict[int, tuple[int, int]]
+
+
+def thread_count() -> int:
+    """The number of threads of this process, native ones included."""
+    try:
+        return os.stat("/proc/self/task").st_nlink - 2
+    except OSError:  # no /proc: count what Python knows
+        return threading.active_count()
+
+
+class Safety:
+    """Checks one process before its forks; a forked child goes on with what is known."""
+
+    def __init__(self, own: Iterable[int] = ()) -> None:
+        self.own = set(own)
+        self._files: _Files = {}
+        self._writers: list[weakref.ref[io.IOBase]] = []
+        self._told: set[str] = set()
+
+    def check(self, *, allow_threads: bool, passing: Collection[int] = ()) -> list[str]:
+        """Flush what is buffered and look for hazards.
+
+        Args:
+            allow_threads: let Python threads pass.
+            passing: descriptors that are here only for the fork itself.
+
+        Returns:
+            Texts for `ForkSafetyWarning`; each is given once in a line of processes.
+
+        Raises:
+            CannotBranch: children of this process could not work.
+        """
+        warnings = [] if thread_count() == 1 else list(self._threads(allow_threads))
+        files = open_files({*self.own, *passing})
+        if files != self._files or not all(_usable(ref) for ref in self._writers):
+            warnings += self._look_at(files)
+        self._flush()
+        return warnings
+
+    def _threads(self, allow: bool) -> Iterator[str]:
+        python = [t for t in threading.enumerate() if t is not threading.main_thread()]
+        busy = [t.name for t in python if t.name not in _IDLE_THREADS]
+        if busy and not allow:
+            raise CannotBranch(
+                "process_fork",
+                f"the environment's process runs Python threads ({', '.join(busy)}), and a fork copies only one",
+                instead="end them before the fork, or pass allow_threads=True if they hold no lock",
+            )
+        if python:
+            yield from self._once(f"Python threads do not exist in the children: {_names(python)}")
+        if thread_count() > 1 + len(python):
+            yield from self._once(
+                f"native threads do not exist in the children: {', '.join(native_threads(python))}"
+            )
+
+    def _look_at(self, files: _Files) -> list[str]:
+        warnings: list[str] = []
+        for fd in files:
+            target = _target(fd)
+            if target.startswith("/dev/nvidia"):
+                raise CannotBranch(
+                    "process_fork",
+                    f"the environment's process has {target} open (fd {fd}), and CUDA does not survive a fork",
+                    instead="keep models in the agent or in a server of their own",
+                )
+        if "sockets" not in self._told:
+            self._told.add("sockets")
+            peers = connected_sockets(set(files))
+            if peers:
+                warnings.append(
+                    "the environment's process has open connections, which its copies would share: "
+                    + ", ".join(peers)
+                )
+        self._writers = list(_find_writers(files))
+        self._files = files
+        return warnings
+
+    def _flush(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            _try_flush(stream)
+        for ref in self._writers:
+            _try_flush(ref())
+
+    def _once(self, text: str) -> Iterator[str]:
+        if text not in self._told:
+            self._told.add(text)
+            yield text
+
+
+def open_files(except_for: Collection[int] = ()) -> _Files:
+    """The open descriptors above stderr, each with its device and inode."""
+    files: _Files = {}
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        names = os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else []
+    for name in names:
+        fd = int(name)
+        if fd > 2 and fd not in except_for:
+            try:
+                status = os.fstat(fd)
+            except OSError:  # the descriptor of the listing itself
+                continue
+            files[fd] = (status.st_dev, status.st_ino)
+    return files
+
+
+def connected_sockets(fds: set[int]) -> list[str]:
+    """A description of each connected socket among `fds`."""
+    found = []
+    for fd in sorted(fds):
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            probe = socket.socket(fileno=os.dup(fd))
+            try:
+                peer = probe.getpeername()
+            except OSError:
+                continue
+            finally:
+                probe.close()
+            found.append(f"fd {fd} ({probe.family.name} to {_address(peer)})")
+    return found
+
+
+def native_threads(python: list[threading.Thread]) -> list[str]:
+    """The names of this process's threads that Python did not start."""
+    known = {t.native_id for t in python} | {threading.main_thread().native_id, os.getpid()}
+    names = []
+    for tid in os.listdir("/proc/self/task"):
+        if int(tid) not in known:
+            try:
+                with open(f"/proc/self/task/{tid}/comm") as comm:
+                    names.append(comm.read().strip())
+            except OSError:
+                continue  # it ended in the meantime
+    return names
+
+
+def _find_writers(files: _Files) -> Iterator[weakref.ref[io.IOBase]]:
+    """Python's file objects that may hold unwritten bytes; looked for only if a descriptor is writable."""
+    writable = {fd for fd in files if _is_writable(fd)}
+    if not writable:
+        return
+    for thing in gc.get_objects():
+        if type(thing) in (io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper, io.BufferedRWPair):
+            try:
+                if thing.fileno() in writable:
+                    yield weakref.ref(thing)
+            except (OSError, ValueError):
+                continue
+
+
+def _is_writable(fd: int) -> bool:
+    try:
+        mode = os.fstat(fd).st_mode
+        return not stat.S_ISSOCK(mode) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    except OSError:
+        return False
+
+
+def _usable(ref: weakref.ref[io.IOBase]) -> bool:
+    stream = ref()
+    return stream is not None and not stream.closed
+
+
+def _try_flush(stream: object) -> None:
+    try:
+        stream.flush()  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        pass  # closed, replaced by something that is no file, or its reader is gone
+
+
+def _target(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def _address(peer: object) -> str:
+    if isinstance(peer, tuple):
+        return ":".join(map(str, peer[:2]))
+    return str(peer) or "an unnamed peer"
+
+
+def _names(threads: list[threading.Thread]) -> str:
+    return ", ".join(t.name for t in threads)

@@ -1,0 +1,382 @@
+"""The loop of every process that holds an environment: read a request, do it, answer.
+
+There is no event loop and no thread here, so that the process can be forked at any request. A forked child
+replaces the parent's socket by its own and goes on in the same loop, as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from ramet.errors import BranchLimitError, CannotBranch, InvalidEnvironment, ProtocolError, RametError
+from ramet.process import fork as forks
+from ramet.process.descriptors import put_null_over, receive
+from ramet.process.memory import freeze, thaw
+from ramet.process.reseed import reseed
+from ramet.process.resident import Handles, Resident, environment_failure, unpack_recipe
+from ramet.process.safety import Safety, thread_count
+from ramet.protocol import messages as m
+from ramet.protocol.codec import Codec, describe
+from ramet.protocol.wire import FrameReader, frame
+
+__all__ = ["Server"]
+
+
+class Server:
+    """Serves one environment on one socket.
+
+    Args:
+        sock: the connection to the agent.
+        warden: the pid of the warden, which is the parent of all.
+        adopted: this process is a fork of the agent's own and is itself the warden.
+        own: other descriptors that are not the environment's.
+        pickle: let values that have no other form cross as pickles.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        warden: int,
+        adopted: bool = False,
+        own: Iterable[int] = (),
+        pickle: bool = False,
+    ) -> None:
+        self.sock = sock
+        self.resident: Resident | None = None
+        self.build: Callable[[], Any] | None = None
+        self._warden = warden
+        self._pickle = pickle
+        self._make = forks.offspring if adopted else self._fork_under_warden
+        self._reader = FrameReader()
+        self._fds: list[int] = []
+        self._handles = Handles()
+        self._codec = self._new_codec({})
+        self._safety = Safety({sock.fileno(), *own})
+        self._reseeded: list[str] = []
+        self._answered = 0
+        self._checkpoint = False  # only ever forked, so its heap stays frozen
+        self._raised_oom = False
+        self._tidied = True
+        forks.on_foreign_fork(self._let_go)
+
+    def _new_codec(self, classes: Any) -> Codec:
+        handles = self._handles
+        return Codec(
+            allow_pickle=self._pickle, classes=classes, export=handles.export, resolve=handles.resolve
+        )
+
+    def adopt(self, env: Any, state: Any, instant: int) -> None:
+        """Take an environment that lives in this process already."""
+        self.resident = Resident(env, self._codec)
+        self.resident.state = state
+        self.resident.instant = instant
+
+    def serve(self) -> NoReturn:
+        """Answer requests until the agent closes the connection, then leave without clean-up of any kind."""
+        code = 1
+        try:
+            while self.turn() is not None:
+                pass
+            code = 0
+        except ConnectionError:
+            code = 0  # the agent went away before it had our answer
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(code)
+
+    def turn(self) -> bool | None:
+        """Read once and answer what came.
+
+        Returns:
+            `None` at the end of the stream, and otherwise whether this is now a forked child.
+        """
+        data, fds = receive(self.sock)
+        if not data:
+            return None
+        self._fds += fds
+        self._reader.feed(data)
+        while (payload := self._reader.next()) is not None:
+            if self._answer(payload):
+                return True
+        return False
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def _answer(self, payload: bytes) -> bool:
+        """Do one request and send its reply; true in a forked child, which owes no reply."""
+        try:
+            number, op, *arguments = self._codec.decode(payload)
+        except RametError as error:  # a value in it is not understood here; its number is the next one
+            self._answered += 1
+            self.sock.sendall(_refused(self._answered, error))
+            return False
+        if op == m.DROP:
+            self._handles.drop(arguments[0])
+            return False
+        self._answered = number
+        if op == m.FORK:
+            return self._fork(number, *arguments)
+        if not self._tidied and op != m.HELLO:
+            self._tidy()
+        try:
+            reply = frame(self._codec.encode([number, m.OK, *_HANDLERS[op](self, *arguments)]))
+        except _Stale as error:
+            reply = frame(self._codec.encode([number, m.STALE, error.at, error.asked]))
+        except RametError as error:
+            reply = _refused(number, error)
+        except Exception:
+            reply = frame(self._codec.encode([number, m.FAILED, *environment_failure(_NAMES.get(op, "it"))]))
+        self.sock.sendall(reply)
+        return False
+
+    def _hello(self, seed: int | None) -> list[Any]:
+        if seed is not None:
+            resident = self._there()
+            self._reseeded = reseed(resident.env, seed, deterministic=resident.spec.deterministic)
+        return [self._reseeded]
+
+    def _prepare(self, recipe: bytes) -> list[Any]:
+        self.build, classes = unpack_recipe(recipe)
+        self._codec = self._new_codec(classes)
+        return [None]
+
+    def _build(self) -> list[Any]:
+        if self.resident is None:  # an adopted environment is there already
+            if self.build is None:
+                raise ProtocolError("BUILD came before PREPARE")
+            self.resident = Resident(self.build(), self._codec)
+        return [self.resident.spec]
+
+    def _reset(self, seed: int | None, options: Any) -> list[Any]:
+        resident = self._there()
+        state, info = resident.reset(seed, options)
+        return [resident.wire_state(state), info]
+
+    def _step(self, reference: Any, action: Any) -> list[Any]:
+        resident = self._there()
+        state = resident.state_from(reference) if resident.pure else self._at(reference)
+        result = resident.step(state, action)
+        reward = result.reward
+        return [
+            resident.wire_state(result.next_state),
+            reward if type(reward) is float else float(reward),
+            result.rewards,
+            bool(result.terminated),
+            bool(result.truncated),
+            result.info,
+        ]
+
+    def _call(self, name: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+        resident = self._there()
+        if name.startswith("_"):
+            raise InvalidEnvironment(f"{name!r} is private: only public methods can be called from outside")
+        member = getattr(resident.env, name)
+        value = member(*args, **kwargs) if callable(member) else member
+        return [resident.runner.finish(value)]
+
+    def _hidden(self, instant: int) -> list[Any]:
+        return [self._at(instant).hidden]
+
+    def _check(self, instant: int) -> list[Any]:
+        self._at(instant)
+        return [None]
+
+    def _reseed(self, wire: list[Any], seed: int) -> list[Any]:
+        resident = self._there()
+        state, named = resident.reseed(resident.state_from(wire), seed)
+        return [resident.wire_state(state), named]
+
+    def _current(self) -> list[Any]:
+        resident = self._there()
+        return [resident.wire_state(resident.current())]
+
+    def _history(self) -> list[Any]:
+        return [self._there().history()]
+
+    def _replay(self, history: bytes, expected: bytes | None) -> list[Any]:
+        resident = self._there()
+        return [resident.wire_state(resident.replay(history, expected))]
+
+    def _close(self) -> list[Any]:
+        if self.resident is not None:
+            self.resident.close()
+        return [None]
+
+    def _let_go(self) -> None:
+        """In a process that the environment forked by itself: the connection is not its own."""
+        put_null_over([self.sock.fileno()])
+
+    def _there(self) -> Resident:
+        if self.resident is None:
+            raise ProtocolError("a request came before the environment was built")
+        return self.resident
+
+    def _at(self, instant: int) -> Any:
+        resident = self._there()
+        state = resident.current()
+        if instant != resident.instant:
+            raise _Stale(resident.instant, instant)
+        return state
+
+    # -- forks -----------------------------------------------------------------------------------
+
+    def _fork(self, number: int, count: int, instant: int | None, collect: bool, allow_threads: bool) -> bool:
+        """Fork `count` children and tell the agent their pids; true in each child."""
+        ends, self._fds = self._fds[:count], self._fds[count:]
+        pids: list[int] = []
+        warnings: list[str] = []
+        failure: list[Any] | None = None
+        try:
+            warnings = self._before_fork(instant, allow_threads, ends)
+            freeze(collect=collect)
+            if self._make_children(ends, pids):
+                self._checkpoint = collect
+                return True
+        except OSError as error:
+            failure = m.error_facts(_no_room(error, len(ends), len(pids)))
+        except CannotBranch as error:
+            failure = m.error_facts(error)
+        except _Stale as error:
+            _close_all(ends)
+            self.sock.sendall(frame(self._codec.encode([number, m.STALE, error.at, error.asked])))
+            return False
+        if not self._checkpoint:
+            thaw()
+        _close_all(ends[len(pids) :])
+        at = self.resident.instant if self.resident is not None else 0
+        reply = [number, m.OK, pids, self._handles.next_id, warnings, failure, at]
+        self.sock.sendall(frame(self._codec.encode(reply)))
+        return False
+
+    def _before_fork(self, instant: int | None, allow_threads: bool, ends: list[int]) -> list[str]:
+        resident = self.resident
+        if resident is not None:
+            if instant is not None and instant != resident.instant:
+                raise _Stale(resident.instant, instant)
+            resident.runner.before_fork()
+        return self._safety.check(allow_threads=allow_threads, passing=ends)
+
+    def _make_children(self, ends: list[int], pids: list[int]) -> bool:
+        for end in ends:
+            pid = self._make()
+            if pid == 0:
+                self._become(end, ends)
+                return True
+            os.close(end)
+            pids.append(pid)
+        return False
+
+    def _fork_under_warden(self) -> int:
+        if forks.sibling_works() and thread_count() == 1:
+            try:
+                return forks.sibling()
+            except OSError as error:
+                if error.errno in _OUT_OF_ROOM:
+                    raise
+        return forks.orphan()
+
+    def _become(self, end: int, ends: list[int]) -> None:
+        """In the child: put our end in the place of the parent's socket, and let the siblings' ends go."""
+        forks.set_parent_death_signal()
+        os.dup2(end, self.sock.fileno(), inheritable=False)
+        for fd in ends[ends.index(end) :]:
+            os.close(fd)
+        for fd in self._fds:
+            os.close(fd)
+        if os.getppid() != self._warden and sys.platform == "linux" and os.getppid() == 1:
+            os._exit(0)  # the warden ended before the signal was set
+        self._fds = []
+        self._reader.clear()
+        self._answered = 0
+        self._reseeded = []
+        self._tidied = False
+        if self._make is forks.offspring:
+            self._make = self._fork_under_warden
+        if self.resident is not None:
+            self.resident.runner.after_fork()
+
+    def _tidy(self) -> None:
+        """What can wait until the first real request: it is not on the path of a fork."""
+        self._tidied = True
+        if not self._raised_oom:
+            self._raised_oom = True
+            _raise_oom_score()
+        _detach_temporary_directories()
+
+
+class _Stale(Exception):
+    def __init__(self, at: int, asked: int) -> None:
+        self.at = at
+        self.asked = asked
+
+
+_HANDLERS: dict[int, Callable[..., list[Any]]] = {
+    m.HELLO: Server._hello,
+    m.PREPARE: Server._prepare,
+    m.BUILD: Server._build,
+    m.RESET: Server._reset,
+    m.STEP: Server._step,
+    m.CALL: Server._call,
+    m.HIDDEN: Server._hidden,
+    m.CURRENT: Server._current,
+    m.CHECK: Server._check,
+    m.HISTORY: Server._history,
+    m.RESEED_ALL: Server._hello,
+    m.RESEED: Server._reseed,
+    m.REPLAY: Server._replay,
+    m.CLOSE: Server._close,
+}
+_NAMES = {m.BUILD: "the factory", m.RESET: "reset", m.STEP: "step", m.CALL: "call", m.CLOSE: "close"}
+_plain = Codec(export=lambda value: (0, *describe(value)))
+_OUT_OF_ROOM = (11, 12)  # EAGAIN, ENOMEM
+
+
+def _refused(number: int, error: RametError) -> bytes:
+    return frame(_plain.encode([number, m.REFUSED, m.error_facts(error)]))
+
+
+def _no_room(error: OSError, count: int, made: int) -> BranchLimitError:
+    return BranchLimitError(
+        "the system's room for processes",
+        value=made,
+        used=made,
+        needed=count - made,
+        advice=f"the fork failed with {error.strerror}: look at memory, pids.max and RLIMIT_NPROC with `ramet doctor`",
+    )
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _raise_oom_score() -> None:
+    """Have the kernel end a branch before the agent or its host, if memory runs out."""
+    try:
+        with open("/proc/self/oom_score_adj", "r+") as file:
+            score = min(1000, int(file.read()) + 200)
+            file.seek(0)
+            file.write(str(score))
+    except OSError:
+        pass  # not Linux, or not ours to change
+
+
+def _detach_temporary_directories() -> None:
+    """A copy must not delete the directory that the original still uses."""
+    tempfile = sys.modules.get("tempfile")
+    if tempfile is None:
+        return
+    cleanup = tempfile.TemporaryDirectory._cleanup
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        target = finalizer.peek()
+        if target is not None and target[1] == cleanup:
+            finalizer.detach()

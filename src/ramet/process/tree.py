@@ -1,0 +1,266 @@
+"""The agent's side of a warden: who lives in its tree, who has ended and how."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ramet.errors import BranchLost, ProtocolError
+from ramet.process.descriptors import put_null_over
+from ramet.process.limits import Headroom
+from ramet.process.link import Link
+from ramet.process.warden import KILL, SPAWN
+from ramet.protocol.codec import Codec
+from ramet.protocol.flows import Peer
+from ramet.protocol.wire import FrameReader, frame
+
+__all__ = ["Tree"]
+
+_codec = Codec()
+_live: weakref.WeakSet[Tree] = weakref.WeakSet()
+_ACKNOWLEDGE_EVERY = 1000
+
+
+class Tree:
+    """One warden and the processes below it.
+
+    Args:
+        control: the connection to the warden.
+        pid: the warden's process id; it is a child of this process.
+        blocking: whether the connections are used by blocking calls.
+        pickle: let values that have no other form cross as pickles.
+        allow_threads: fork although the environment's process runs Python threads.
+        step_timeout: the longest that a call may take, in seconds.
+    """
+
+    def __init__(
+        self,
+        control: socket.socket,
+        pid: int,
+        *,
+        blocking: bool,
+        pickle: bool = False,
+        allow_threads: bool = False,
+        step_timeout: float | None = None,
+    ) -> None:
+        self.control = control
+        self.pid = pid
+        self.blocking = blocking
+        self.pickle = pickle
+        self.allow_threads = allow_threads
+        self.step_timeout = step_timeout
+        self.headroom = Headroom()
+        self.disposable = False  # a fork of the agent's own process: it goes with its last descendant
+        self.ended = False
+        self.port: Any = None
+        self.watchers: list[Callable[[], None]] = []
+        self._reader = FrameReader()
+        self._links: dict[int, list[Link]] = {}
+        self._spawning: deque[Link] = deque()
+        self._open: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._forking = 0
+        self._early: dict[int, int] = {}  # deaths that came before the pid was known
+        self._deaths = 0
+        self._acknowledged = 0
+        self._reaped = False
+        self._lock = threading.RLock()  # blocking calls may come from several threads
+        control.setblocking(False)
+        _live.add(self)
+
+    # -- connections -----------------------------------------------------------------------------
+
+    def connect(self, peer: Peer) -> tuple[Link, socket.socket]:
+        """A new connection: our end as a link, and the end for the process that is about to be."""
+        ours, theirs = socket.socketpair()
+        if not self.blocking:
+            ours.setblocking(False)
+        link = Link(ours, peer, self)
+        self._open.add(link)
+        return link, theirs
+
+    def spawn(self, name: str) -> Link:
+        """Start a blank process under the warden."""
+        link, theirs = self.connect(Peer(name, allow_pickle=self.pickle))
+        with self._lock, theirs:
+            self._spawning.append(link)
+            self._send([self._deaths, SPAWN], [theirs.fileno()])
+        return link
+
+    def register(self, link: Link, pid: int) -> None:
+        """Note the process id of a connection."""
+        with self._lock:
+            link.pid = pid
+            self._links.setdefault(pid, []).append(link)
+            if pid in self._early:
+                self._died(pid, self._early.pop(pid))
+
+    def forking(self, change: int) -> None:
+        """Count the forks whose pids are not known yet."""
+        with self._lock:
+            self._forking += change
+            if not self._forking:
+                self._early.clear()
+
+    @property
+    def childless(self) -> bool:
+        """Whether no process of this tree has an open connection."""
+        return not any(link.open for link in self._open)
+
+    def kill(self, links: Iterable[Link]) -> None:
+        """Have the warden kill these processes and what they have started."""
+        self.kill_pids([link.pid for link in links if link.pid not in (0, self.pid) and not link.gone])
+
+    def kill_pids(self, pids: list[int]) -> None:
+        """The same for processes that have no connection (any more)."""
+        if pids and not self.ended:
+            with self._lock:
+                self._acknowledged = self._deaths
+                self._send([self._deaths, KILL, pids])
+
+    def _send(self, message: list[Any], fds: list[int] | None = None) -> None:
+        data = frame(_codec.encode(message))
+        try:
+            sent = socket.send_fds(self.control, [data], fds) if fds else self.control.send(data)
+            while sent < len(data):
+                _wait_writable(self.control)
+                sent += self.control.send(data[sent:])
+        except BlockingIOError:
+            _wait_writable(self.control)
+            self._send(message, fds)
+        except OSError:
+            pass  # the warden is gone, and with it whatever the message was about
+
+    # -- what the warden says --------------------------------------------------------------------
+
+    def pull(self) -> None:
+        """Read what the warden has said, without waiting, and tell those who wait."""
+        with self._lock:
+            self._read()
+        for watcher in list(self.watchers):
+            watcher()
+
+    def _read(self) -> None:
+        while not self.ended:
+            try:
+                data = self.control.recv(65536)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self.finish(BranchLost("the process tree", pid=self.pid, reason="its warden has ended"))
+                break
+            self._reader.feed(data)
+            while (payload := self._reader.next()) is not None:
+                pid, status = _codec.decode(payload)
+                if status is None:
+                    self.register(self._spawning.popleft(), pid)
+                else:
+                    self._deaths += 1
+                    self._died(pid, status)
+        if self._deaths - self._acknowledged > _ACKNOWLEDGE_EVERY:
+            self._acknowledged = self._deaths
+            self._send([self._deaths, KILL, []])
+
+    def _died(self, pid: int, status: int) -> None:
+        links = self._links.get(pid)
+        if not links:
+            if self._forking:
+                self._early[pid] = status
+            return
+        link = links.pop(0)
+        if not links:
+            del self._links[pid]
+        link.gone, link.status = True, status
+
+    def finish(self, reason: Exception | None = None) -> None:
+        """Close everything: the warden ends the tree when it notices. Later calls raise `reason`."""
+        if self.ended:
+            return
+        self.ended = True
+        for link in list(self._open):
+            link.shut(reason)
+        for links in self._links.values():
+            for link in links:
+                link.gone = True
+        self._links.clear()
+        if self.port is not None:
+            self.port.close()
+            self.port = None
+        self.control.close()
+        self.reap(0.0)
+
+    def reap(self, timeout: float) -> bool:
+        """Reap the warden; whether it has ended within `timeout` seconds."""
+        if not self._reaped and _ended_within(self.pid, timeout):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+            self._reaped = True
+        return self._reaped
+
+    def __del__(self) -> None:
+        if not self.ended:
+            warnings.warn("a host or manager was dropped without being closed", ResourceWarning, source=self)
+            self.finish()
+        self.reap(1.0)
+
+
+def _ended_within(pid: int, timeout: float) -> bool:
+    """Whether a child ends within `timeout` seconds; it is not reaped."""
+    if sys.platform != "linux":
+        return _polled(pid, timeout)
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return True  # somebody else has reaped it
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+    finally:
+        os.close(pidfd)
+
+
+def _polled(pid: int, timeout: float) -> bool:
+    import time
+
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                return True
+        except ChildProcessError:
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+
+
+def _wait_writable(sock: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    if not poll.poll(5000):
+        raise ProtocolError("the warden does not read")
+
+
+def _close_in_child() -> None:
+    """A fork of the agent that is not ours must not hold the ends whose closing means the agent's death."""
+    fds = []
+    for tree in list(_live):
+        if not tree.ended:
+            fds += [tree.control.fileno(), *(link.sock.fileno() for link in list(tree._open) if link.open)]
+            tree.ended = tree._reaped = True
+    put_null_over(fds)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

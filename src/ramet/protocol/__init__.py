@@ -1,0 +1,1 @@
+"""What agent and branches say to each other, without I/O: values, frames and conversations."""

@@ -1,0 +1,412 @@
+"""Conversations, each once, as generators; they do no I/O and know no event loop.
+
+A flow yields what it wants and is sent what came of it:
+
+* `bytes`: write these;
+* `Post`: write these bytes together with these file descriptors;
+* `None`: the next message, please (it is sent the decoded list).
+
+It returns the conversation's result or raises one of `ramet.errors`. A driver throws into a flow what
+went wrong (end of file, cancellation); the flow notes that an answer may still come and lets it pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from ramet.errors import EnvironmentFailed, ForeignState, ProtocolError, StaleState
+from ramet.protocol import messages as m
+from ramet.protocol.codec import Codec
+from ramet.protocol.handles import Handle
+from ramet.protocol.wire import frame
+from ramet.types import EnvironmentSpec, Hidden, State, StateMetadata, StepResult
+
+__all__ = ["Flow", "Forked", "Packed", "Peer", "Post", "Ref"]
+
+T = TypeVar("T")
+
+_tokens = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Bytes to write together with file descriptors."""
+
+    data: bytes
+    fds: tuple[int, ...]
+
+
+Flow = Generator[bytes | Post | None, Any, T]
+
+
+class Ref(NamedTuple):
+    """The instant that a state stands for: which process, which instant of it, and its name."""
+
+    token: int
+    instant: int
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The hidden part of a pure environment's state, encoded; `await env.hidden(state)` decodes it."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """What a process said after it was asked to fork.
+
+    Attributes:
+        pids: the children that were made.
+        first_handle: the first handle id that the children do not share with their parent.
+        warnings: texts for `ForkSafetyWarning`.
+        failure: `[name, args, facts]` of the error that stopped the batch, if one did.
+        instant: the instant that the children start from.
+    """
+
+    pids: list[int]
+    first_handle: int
+    warnings: list[str]
+    failure: list[Any] | None
+    instant: int
+
+
+class Peer:
+    """The agent's half of the conversation with one process."""
+
+    __slots__ = (
+        "_codec",
+        "_dropped",
+        "_late",
+        "_number",
+        "instant",
+        "line",
+        "name",
+        "origins",
+        "pure",
+        "reseeded",
+        "spec",
+        "token",
+    )
+
+    def __init__(self, name: str, *, allow_pickle: bool = False, parent: Peer | None = None) -> None:
+        self.name = name
+        self.token = next(_tokens)
+        self.instant = parent.instant if parent else 0
+        self.pure = parent.pure if parent else False
+        self.spec: EnvironmentSpec | None = parent.spec if parent else None
+        self.reseeded: tuple[str, ...] = ()
+        # The very instants that this process was made from, and the handles that it shares.
+        self.origins: frozenset[Ref] = frozenset()
+        self.line: dict[int, int] = {}
+        self._codec = Codec(allow_pickle=allow_pickle, export=self._export, resolve=self._resolve)
+        self._number = 0
+        self._late: dict[int, Callable[[list[Any]], None]] = {}
+        self._dropped: list[int] = []
+
+    def descend(self, parent: Peer, *, instant: int, first_handle: int) -> None:
+        """Take over what a child shares with the parent that it was forked from at `instant`."""
+        self.instant = instant
+        here = Ref(parent.token, instant, parent.name)
+        self.origins = frozenset({here, *(ref for ref in parent.origins if ref.instant == instant)})
+        self.line = {**parent.line, parent.token: first_handle}
+
+    # -- one request, one reply ------------------------------------------------------------------
+
+    def call(
+        self,
+        op: int,
+        *arguments: Any,
+        fds: tuple[int, ...] = (),
+        late: Callable[[list[Any]], None] | None = None,
+    ) -> Flow[list[Any]]:
+        """Send a request and wait for its reply, letting late replies of earlier requests pass.
+
+        `late` is called with the reply if this flow is abandoned and the reply comes after all.
+        """
+        self._number = number = self._number + 1
+        data = frame(self._codec.encode([number, op, *arguments]))
+        if self._dropped:
+            data = self._drop_notice() + data
+        yield Post(data, fds) if fds else data
+        try:
+            while True:
+                reply = yield None
+                if reply[0] == number:
+                    break
+                self._pass(reply)
+        except BaseException:
+            if late is not None:
+                self._late[number] = late
+            raise
+        if reply[1] != m.OK:
+            self._fail(reply, op)
+        return reply  # type: ignore[no-any-return]
+
+    def decode(self, payload: bytes) -> list[Any]:
+        """A payload of the wire as a message.
+
+        Raises:
+            ProtocolError: it is not one.
+        """
+        message = self._codec.decode(payload)
+        if type(message) is not list or len(message) < 2:
+            raise ProtocolError(f"{self.name} sent something that is no message")
+        return message
+
+    def _pass(self, reply: list[Any]) -> None:
+        late = self._late.pop(reply[0], None) if isinstance(reply[0], int) else None
+        if late is not None and reply[1] == m.OK:
+            late(reply)
+
+    def _fail(self, reply: list[Any], op: int) -> NoReturn:
+        try:
+            if reply[1] == m.FAILED:
+                _, _, method, type_name, text, traceback = reply
+                raise EnvironmentFailed(
+                    self.name, method, type_name=type_name, text=text, traceback=traceback
+                )
+            if reply[1] == m.STALE:
+                _, _, at, asked = reply
+                raise StaleState(self.name, at=at, state=asked)
+            if reply[1] == m.REFUSED:
+                raise m.error_from_facts(reply[2])
+        except (TypeError, ValueError) as error:
+            if not isinstance(error, m.RametError):
+                raise ProtocolError(f"{self.name} sent a malformed refusal: {error}") from error
+            raise
+        raise ProtocolError(f"{self.name} answered request {op} with outcome {reply[1]!r}")
+
+    # -- the conversations -----------------------------------------------------------------------
+
+    def hello(self, seed: int | None) -> bytes:
+        """The first request of a forked child, written before the child exists."""
+        self._number = 1
+        return frame(self._codec.encode([1, m.HELLO, seed]))
+
+    def welcome(self) -> Flow[tuple[str, ...]]:
+        """The reply to `hello`: what was reseeded.
+
+        Raises:
+            CannotReseed: a seed was given and nothing could take it.
+        """
+        reply = yield None
+        if reply[0] != 1:
+            raise ProtocolError(f"{self.name} answered request {reply[0]!r} before the first")
+        if reply[1] != m.OK:
+            self._fail(reply, m.HELLO)
+        self.reseeded = tuple(map(str, reply[2]))
+        return self.reseeded
+
+    def prepare(self, recipe: bytes) -> Flow[None]:
+        """Load the factory and build nothing."""
+        yield from self.call(m.PREPARE, recipe)
+
+    def build(self) -> Flow[EnvironmentSpec]:
+        """Call the factory that was prepared."""
+        reply = yield from self.call(m.BUILD)
+        spec = reply[2]
+        if not isinstance(spec, EnvironmentSpec):
+            raise ProtocolError(f"{self.name} sent no spec")
+        self.spec = spec
+        self.pure = spec.pure_step
+        return spec
+
+    def reset(self, seed: int | None, options: Mapping[str, Any] | None) -> Flow[tuple[State, Any]]:
+        """Reset the environment."""
+        reply = yield from self.call(m.RESET, seed, None if options is None else dict(options))
+        return self._state(reply[2]), reply[3]
+
+    def step(self, state: State, action: Any) -> Flow[StepResult]:
+        """Take one step.
+
+        Raises:
+            ForeignState: the state belongs to another branch.
+            StaleState: the branch has moved past it.
+        """
+        reply = yield from self.call(m.STEP, self.reference(state), action)
+        try:
+            _, _, after, reward, rewards, terminated, truncated, info = reply
+        except ValueError as error:
+            raise ProtocolError(f"{self.name} sent a malformed result") from error
+        return StepResult(self._state(after), reward, rewards, terminated, truncated, info)
+
+    def method(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flow[Any]:
+        """Call another method of the environment."""
+        reply = yield from self.call(m.CALL, name, list(args), dict(kwargs))
+        return reply[2]
+
+    def hidden(self, state: State) -> Flow[Any]:
+        """The hidden part of `state`."""
+        if isinstance(state.hidden, Packed):
+            return self._codec.decode(state.hidden.data)
+        if state.hidden is not Hidden.IN_BRANCH:
+            return state.hidden
+        reply = yield from self.call(m.HIDDEN, self.instant_of(state))
+        return reply[2]
+
+    def fork(
+        self,
+        fds: tuple[int, ...],
+        *,
+        instant: int | None,
+        collect: bool,
+        allow_threads: bool,
+        late: Callable[[list[Any]], None],
+    ) -> Flow[Forked]:
+        """Fork as many children as there are descriptors; each answers on its own."""
+        reply = yield from self.call(m.FORK, len(fds), instant, collect, allow_threads, fds=fds, late=late)
+        try:
+            _, _, pids, first_handle, warnings, failure, at = reply
+        except ValueError as error:
+            raise ProtocolError(f"{self.name} sent a malformed answer to a fork") from error
+        self.instant = at
+        return Forked(pids, first_handle, warnings, failure, at)
+
+    def reseed(self, state: State, seed: int) -> Flow[tuple[State, list[str]]]:
+        """The state of a pure environment with other random numbers ahead.
+
+        Raises:
+            CannotReseed: the environment has no `reseed(state, seed)`.
+        """
+        reply = yield from self.call(m.RESEED, self._whole(state), seed)
+        return self._state(reply[2]), reply[3]
+
+    def reseed_all(self, seed: int) -> Flow[tuple[str, ...]]:
+        """Reseed what the process draws random numbers from, and tell what that was.
+
+        Raises:
+            CannotReseed: nothing could take the seed.
+        """
+        reply = yield from self.call(m.RESEED_ALL, seed)
+        self.reseeded = tuple(map(str, reply[2]))
+        return self.reseeded
+
+    def check(self, state: State) -> Flow[None]:
+        """Whether the branch still stands at `state`.
+
+        Raises:
+            ForeignState: the state belongs to another branch.
+            StaleState: the branch has moved past it.
+        """
+        yield from self.call(m.CHECK, self.instant_of(state))
+
+    def current(self) -> Flow[State]:
+        """The newest state, for an agent that has lost track of it."""
+        reply = yield from self.call(m.CURRENT)
+        return self._state(reply[2])
+
+    def history(self) -> Flow[bytes]:
+        """The reset and the actions that led here, encoded."""
+        reply = yield from self.call(m.HISTORY)
+        return bytes(reply[2])
+
+    def replay(self, history: bytes, expected: bytes | None) -> Flow[State]:
+        """Reset and play `history` on the environment that was built.
+
+        Raises:
+            ReplayDiverged: it went another way than the recording.
+        """
+        reply = yield from self.call(m.REPLAY, history, expected)
+        return self._state(reply[2])
+
+    def close(self) -> Flow[None]:
+        """Ask the environment to close itself."""
+        yield from self.call(m.CLOSE)
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def reference(self, state: State) -> Any:
+        """What stands for `state` in a request: an instant, or the whole state if the environment is pure."""
+        if not self.pure:
+            return self.instant_of(state)
+        return self._whole(state)
+
+    def instant_of(self, state: State) -> int:
+        """The instant of this process that `state` stands for.
+
+        Raises:
+            ForeignState: it belongs to another process, or to none.
+        """
+        ref = state._ref
+        if ref is not None and (ref.token == self.token or ref in self.origins):
+            return int(ref.instant)
+        if ref is None:
+            raise ForeignState(
+                self.name,
+                "no branch",
+                advice="it was built by hand, copied or unpickled, and the environment is not pure:"
+                " use the state that reset, step or branch returned",
+            )
+        raise ForeignState(self.name, ref.owner)
+
+    def encode(self, value: Any) -> bytes:
+        """`value` as bytes.
+
+        Raises:
+            EncodeError: a part of it has no form.
+        """
+        return self._codec.encode(value)
+
+    def at(self, instant: int, state: State) -> State:
+        """`state` with a reference to an instant of this process."""
+        return State(state.observation, state.hidden, state.metadata, Ref(self.token, instant, self.name))
+
+    def _state(self, wire: Any) -> State:
+        try:
+            instant, observation, step, episode_id, is_terminal, info, hidden = wire
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"{self.name} sent a malformed state") from error
+        self.instant = instant
+        if hidden is None:
+            hidden = Hidden.IN_BRANCH
+        elif type(hidden) is bytes:
+            hidden = Packed(hidden)
+        metadata = StateMetadata(step, episode_id, is_terminal, info)
+        return State(observation, hidden, metadata, Ref(self.token, instant, self.name))
+
+    def _whole(self, state: State) -> list[Any]:
+        hidden = state.hidden
+        if isinstance(hidden, Packed):
+            hidden = hidden.data
+        elif not isinstance(hidden, Handle):
+            hidden = self._codec.encode(hidden)
+        meta = state.metadata
+        return [state.observation, meta.step, meta.episode_id, meta.is_terminal, meta.info, hidden]
+
+    # -- handles ---------------------------------------------------------------------------------
+
+    def _export(self, value: object) -> tuple[int, str, str] | None:
+        if not isinstance(value, Handle):
+            return None
+        if value.owner == self.token or value.id < self.line.get(value.owner, 0):
+            return value.id, value.type_name, value.text
+        raise ForeignState(
+            self.name,
+            "another branch",
+            advice=f"{value!r} is valid only in the branch that it came from and in branches made from that later",
+        )
+
+    def _resolve(self, id: int, type_name: str, text: str) -> Handle:
+        return Handle(id, type_name, text, owner=self.token, drop=self._dropped.append)
+
+    def _drop_notice(self) -> bytes:
+        ids, self._dropped[:] = self._dropped[:], ()
+        return frame(self._codec.encode([0, m.DROP, ids]))
+
+
+def run(flow: Flow[T], replies: Iterable[list[Any]]) -> T:
+    """Drive a flow with ready-made replies, for tests and tools; what it writes is discarded."""
+    supply = iter(replies)
+    try:
+        wanted = flow.send(None)
+        while True:
+            wanted = flow.send(next(supply) if wanted is None else None)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
