@@ -293,16 +293,18 @@ class BranchEnvironment:
 
     def take_links(self) -> list[Link]:
         """The connections of this environment and its forks, which it lets go of; for who ends them."""
-        self._closed = True
-        if self._shared:
-            return []
-        links = [self._link]
-        for env in list(self._forks):
-            links += env.take_links()
-        self._forks.clear()
-        self.node.end()
-        if self._leave is not None:
-            self._leave(self)
+        links: list[Link] = []
+        waiting = [self]
+        while waiting:  # no recursion: a chain of forks may be deep
+            env = waiting.pop()
+            env._closed = True
+            if not env._shared:
+                links.append(env._link)
+            waiting += env._forks
+            env._forks.clear()
+            env.node.end()
+            if env._leave is not None:
+                env._leave(env)
         return links
 
     def _talk(self, flow: Flow[T]) -> T:

@@ -113,7 +113,7 @@ class BranchEnvironment:
             StepTimeout: it took longer than `step_timeout`, and the branch was ended.
             BranchLost: its process is gone.
         """
-        return self.absorb(await self._talk(self._peer.step(state, action)))
+        return self._took(await self._talk(self._peer.step(state, action)))
 
     async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call another public method of the environment, or read a public attribute, such as `call("render")`.
@@ -192,7 +192,7 @@ class BranchEnvironment:
         except RametError:
             raise
         except BaseException:
-            self._certain = False  # cancelled: the environment may have moved on
+            self.unsettle()
             raise
 
     def _newest(self) -> Plan[State]:
@@ -208,8 +208,19 @@ class BranchEnvironment:
         """The newest state that was seen."""
         return State() if self._state is None else self._state
 
-    def absorb(self, result: StepResult) -> StepResult:
+    def absorb(self, result: StepResult | Exception) -> StepResult | Exception:
         """Note the outcome of a step that was driven elsewhere."""
+        if isinstance(result, StepResult):
+            return self._took(result)
+        if isinstance(result, BranchLost):
+            self.node.end(result.reason)
+        return result
+
+    def unsettle(self) -> None:
+        """Note that a call was cancelled: the environment may have moved on."""
+        self._certain = False
+
+    def _took(self, result: StepResult) -> StepResult:
         self._state = after = result.next_state
         if type(after.observation) is Handle:
             self._told = warn_of_handle(self.name, after.observation, told=self._told)
@@ -235,14 +246,16 @@ class BranchEnvironment:
 
     def take_links(self) -> list[Link]:
         """The connections of this environment and its forks, which it lets go of; for who ends them."""
-        self._closed = True
-        if self.shared:
-            return []
-        links = [self._link]
-        for env in list(self._forks):
-            links += env.take_links()
-        self._forks.clear()
-        self.node.end()
-        if self._leave is not None:
-            self._leave(self)
+        links: list[Link] = []
+        waiting = [self]
+        while waiting:  # no recursion: a chain of forks may be deep
+            env = waiting.pop()
+            env._closed = True
+            if not env.shared:
+                links.append(env._link)
+            waiting += env._forks
+            env._forks.clear()
+            env.node.end()
+            if env._leave is not None:
+                env._leave(env)
         return links

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -56,8 +57,7 @@ async def _talk(link: Link, flow: Flow[T], timeout: float | None) -> T:
         with anyio.move_on_after(timeout):
             return await _drive(link, flow)
     except EOFError:
-        link.check()
-        raise await _lost(link) from None
+        raise await _reason(link) from None
     except ProtocolError as error:
         link.tree.kill([link])
         link.shut(error)
@@ -157,27 +157,23 @@ async def _send_rest(link: Link, wanted: bytes | Post, sent: int) -> None:
         raise
 
 
-async def talk_all(
-    talks: Sequence[tuple[Link, Flow[T]]], *, timeout: float | None = None
-) -> list[T | Exception]:
-    """Run one conversation on each of many connections, in one task.
+async def talk_all(talks: Sequence[tuple[Link, Flow[T]]]) -> list[T | Exception]:
+    """Run one conversation on each of many connections, in one task, each for as long as its `step_timeout` allows.
 
     Returns:
         For each its result, or the exception that it raised. Cancelled, every connection stays usable.
     """
     round_ = _Round(talks)
+    limits = [math.inf if (limit := link.tree.step_timeout) is None else limit for link, _ in talks]
+    began = anyio.current_time()
     try:
-        with anyio.move_on_after(timeout if timeout is not None else math.inf):
-            await round_.finish()
-        for number in list(round_.waiting):
-            link = talks[number][0]
-            late = StepTimeout(link.name, pid=link.pid, timeout=timeout or 0.0)
-            link.tree.kill([link])
-            link.shut(late)
-            round_.results[number] = late
+        for limit in sorted(set(limits)):
+            with anyio.CancelScope(deadline=began + limit):
+                await round_.finish()
+            round_.expire([number for number in round_.waiting if limits[number] <= limit], limit)
     finally:
         round_.leave()
-    return [await _lost(talks[i][0]) if isinstance(r, EOFError) else r for i, r in enumerate(round_.results)]
+    return [await _reason(talks[i][0]) if isinstance(r, EOFError) else r for i, r in enumerate(round_.results)]
 
 
 class _Round:
@@ -255,6 +251,10 @@ class _Round:
         except StopIteration as stop:
             self._settle(number, stop.value)
         except Exception as error:
+            if isinstance(error, ProtocolError):
+                link = self.talks[number][0]
+                link.tree.kill([link])
+                link.shut(error)
             self._settle(number, error)
 
     def _settle(self, number: int, result: Any) -> None:
@@ -264,6 +264,16 @@ class _Round:
         link.busy = False
         if link.port is not None:
             link.port.waker = None
+
+    def expire(self, numbers: Iterable[int], timeout: float) -> None:
+        """End the branches whose calls took too long."""
+        for number in numbers:
+            link, flow = self.talks[number]
+            late = StepTimeout(link.name, pid=link.pid, timeout=timeout)
+            flow.close()
+            self._settle(number, late)
+            link.tree.kill([link])
+            link.shut(late)
 
     def leave(self) -> None:
         """Let go of the conversations that are not over; their late answers will be skipped."""
@@ -278,7 +288,8 @@ def _read_now(link: Link) -> bytes | None:
         try:
             data = link.sock.recv(_CHUNK)
         except BlockingIOError:
-            link.port.ready = False
+            if link.port is not None:
+                link.port.ready = False
             return None
         except OSError:
             raise EOFError from None
@@ -286,6 +297,15 @@ def _read_now(link: Link) -> bytes | None:
             raise EOFError
         link.inbox.feed(data)
     return payload
+
+
+async def _reason(link: Link) -> Exception:
+    """Why a connection has ended: its owner's doing, or a lost process."""
+    try:
+        link.check()
+    except Exception as error:
+        return error
+    return await _lost(link)
 
 
 async def _lost(link: Link) -> BranchLost:
@@ -318,7 +338,8 @@ def attach(tree: Tree) -> None:
     """Listen to the warden of `tree` on the running event loop."""
     if tree.port is None and not tree.ended:
         tree.port = open_port(tree.control)
-        tree.port.waker = tree.pull
+        pull = weakref.WeakMethod(tree.pull)  # or the loop would keep a tree that its user has dropped
+        tree.port.waker = lambda: (alive := pull()) and alive()
 
 
 async def _ended(tree: Tree, timeout: float) -> bool:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 __all__ = [
     "BranchBusy",
@@ -141,6 +140,8 @@ class UnknownCheckpoint(RametError, KeyError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         self.name = name
         self.known = tuple(known)
+        from difflib import get_close_matches  # only here: branches import this module too
+
         close = get_close_matches(name, self.known, n=1)
         if close:
             hint = f"did you mean {close[0]!r}?"
@@ -335,3 +336,16 @@ def describe_status(status: int | None) -> str:
             name = f"signal {number}"
         return f"killed by {name}" + ("; out of memory?" if name == "SIGKILL" else "")
     return f"exited with status {status >> 8}"
+
+
+def type_name(error: BaseException) -> str:
+    """The type of an exception as "module:qualname"."""
+    return f"{type(error).__module__}:{type(error).__qualname__}"
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an exception; never raises, whatever its `__str__` does."""
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be shown: its __str__ raises)"

@@ -89,9 +89,13 @@ async def step_all(pairs: Sequence[_Pair], actions: Sequence[Any]) -> list[StepR
                 results[number] = await env.step(state, action)
         except Exception as error:
             results[number] = error
-    timeout = talks[0][0].tree.step_timeout if talks else None
-    for number, result in zip(places, await talk_all(talks, timeout=timeout), strict=True):
-        env = pairs[number][0]
-        assert isinstance(env, BranchEnvironment)
-        results[number] = env.absorb(result) if isinstance(result, StepResult) else result
+    stepped = [pairs[number][0] for number in places]
+    try:
+        outcomes = await talk_all(talks)
+    except BaseException:
+        for env in stepped:
+            env.unsettle()  # type: ignore[union-attr]
+        raise
+    for number, env, outcome in zip(places, stepped, outcomes, strict=True):
+        results[number] = env.absorb(outcome)  # type: ignore[union-attr]
     return results

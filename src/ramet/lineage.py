@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 __all__ = ["Kind", "Lineage", "Node"]
@@ -45,10 +46,11 @@ class Node:
     began: float = field(default_factory=time.time)
     ended: float | None = None
     fork_time: float | None = None
-    children: list[Node] = field(default_factory=list)
+    children: list[Node] = field(default_factory=list, repr=False)
     forgotten: int = 0
+    _forget_at: int = field(default=2 * _KEEP_ENDED, repr=False)
     _parent: Node | None = field(default=None, repr=False)
-    _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1), repr=False)
 
     def add(
         self,
@@ -61,7 +63,7 @@ class Node:
         fork_time: float | None = None,
     ) -> Node:
         """Add what was made from this node."""
-        if len(self.children) > 2 * _KEEP_ENDED:
+        if len(self.children) > self._forget_at:
             self._forget()
         node = Node(next(self._numbers), kind, name, pid, step, seed, fork_time=fork_time)
         node._parent = self
@@ -80,6 +82,7 @@ class Node:
         drop = set(map(id, done[:-_KEEP_ENDED]))
         self.forgotten += len(drop)
         self.children = [node for node in self.children if id(node) not in drop]
+        self._forget_at = 2 * len(self.children)  # looked through again when it has doubled: constant on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +105,27 @@ class Lineage:
         return sum(node.ended is None for node in self.nodes())
 
     def __str__(self) -> str:
-        return "\n".join(self._lines(self.root, "", ""))
+        return "\n".join(self._lines())
 
-    def _lines(self, node: Node, head: str, indent: str) -> Iterator[str]:
-        yield head + _label(node)
-        children = _grouped(node)
-        for number, (child, count) in enumerate(children):
-            last = number == len(children) - 1 and not node.forgotten
-            more = f" (and {count - 1} like it)" if count > 1 else ""
-            lines = list(
-                self._lines(child, indent + ("└─ " if last else "├─ "), indent + ("   " if last else "│  "))
-            )
-            lines[0] += more
-            yield from lines
-        if node.forgotten:
-            yield f"{indent}└─ … {node.forgotten} more have ended"
+    def _lines(self) -> Iterator[str]:
+        # No recursion: a chain of forks may be deep. What waits is a line, and the node below it with its indent.
+        waiting: list[tuple[str, Node | None, str]] = [(_label(self.root), self.root, "")]
+        while waiting:
+            line, node, indent = waiting.pop()
+            yield line
+            if node is not None:
+                waiting += reversed(list(_below(node, indent)))
+
+
+def _below(node: Node, indent: str) -> Iterator[tuple[str, Node | None, str]]:
+    children = _grouped(node)
+    for number, (child, count) in enumerate(children):
+        last = number == len(children) - 1 and not node.forgotten
+        more = f" (and {count - 1} like it)" if count > 1 else ""
+        line = f"{indent}{'└─ ' if last else '├─ '}{_label(child)}{more}"
+        yield line, child, indent + ("   " if last else "│  ")
+    if node.forgotten:
+        yield f"{indent}└─ … {node.forgotten} more have ended", None, ""
 
 
 def _label(node: Node) -> str:

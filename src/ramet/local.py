@@ -19,6 +19,8 @@ from ramet.errors import (
     InvalidEnvironment,
     RametError,
     StaleState,
+    text_of,
+    type_name,
 )
 from ramet.lineage import Node
 from ramet.process.copies import Source
@@ -106,8 +108,7 @@ class LocalEnvironment:
             StaleState: it is not pure, and has moved past `state`.
             ForeignState: `state` belongs to another branch.
         """
-        if not self._pure:
-            self._check(state)
+        self.check(state)
         result = await self._run("step", self._env.step, (state, action), {})
         if not isinstance(result, StepResult):
             raise InvalidEnvironment(f"step() must return a StepResult, got {type(result).__name__}")
@@ -210,12 +211,19 @@ class LocalEnvironment:
         except RametError:
             raise
         except Exception as error:
-            kind = type(error)
             raise EnvironmentFailed(
-                self.name, method, type_name=f"{kind.__module__}:{kind.__qualname__}", text=str(error)
+                self.name, method, type_name=type_name(error), text=text_of(error)
             ) from error
 
-    def _check(self, state: State) -> None:
+    def check(self, state: State, *, advice: str = "") -> None:
+        """Whether the environment stands at `state`; a pure one stands anywhere.
+
+        Raises:
+            ForeignState: `state` belongs to another branch.
+            StaleState: the environment has moved past it.
+        """
+        if self._pure:
+            return
         ref = state._ref
         if ref is None:
             if self._owned:
@@ -223,7 +231,7 @@ class LocalEnvironment:
         elif ref == self._origin and self._instant == 0:
             return
         elif ref.token != self._token:
-            raise ForeignState(self.name, ref.owner)
+            raise ForeignState(self.name, ref.owner, advice=advice.format(owner=ref.owner))
         elif ref.instant != self._instant:
             raise StaleState(self.name, at=self._instant, state=ref.instant, step=state.metadata.step)
 

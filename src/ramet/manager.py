@@ -123,6 +123,8 @@ class BranchManager:
             BranchLimitError: there is no room.
         """
         of = self.env if env is None else env
+        if isinstance(of, LocalEnvironment):
+            of.check(state, advice="to checkpoint {owner}, pass env= as well")
         await run(self._book.checkpoint(name, of.source, of.node, state, actions, reset_options))
 
     @property
@@ -306,7 +308,7 @@ def _source(env: Any, options: LaunchOptions) -> tuple[BranchEnvironment | Local
     if isinstance(env, (BranchEnvironment, LocalEnvironment)):
         return env, env.source, env.node
     if isinstance(env, Pending):
-        raise TypeError("host(...) has not been awaited: write `async with host(...) as env`")
+        env.complain()
     check_environment(env)
     spec = spec_of(env)
     node = Node(0, "environment", spec.name)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import anyio
@@ -35,7 +35,8 @@ async def mapped(
             group.start_soon(_work, function, work, send.clone())
         send.close()
         results = _in_order(receive) if ordered else _as_they_come(receive)
-        yield results
+        async with aclosing(results):
+            yield results
         group.cancel_scope.cancel()
 
 
@@ -49,12 +50,12 @@ async def _work(
             await out.send((number, await function(seed)))
 
 
-async def _as_they_come(results: AsyncIterator[tuple[int, T]]) -> AsyncIterator[T]:
+async def _as_they_come(results: AsyncIterator[tuple[int, T]]) -> AsyncGenerator[T, None]:
     async for _, result in results:
         yield result
 
 
-async def _in_order(results: AsyncIterator[tuple[int, T]]) -> AsyncIterator[T]:
+async def _in_order(results: AsyncIterator[tuple[int, T]]) -> AsyncGenerator[T, None]:
     early: dict[int, T] = {}
     turn = 0
     async for number, result in results:

@@ -26,8 +26,9 @@ def note_fork(parent: Node, kind: Kind, copy: Copy, fork_time: float | None) -> 
     link = copy.source.link
     name = link.name if link is not None else branch_names(kind, 1)[0]
     pid = link.pid if link is not None and not copy.shared else 0
+    step = copy.state.metadata.step
     return parent.add(
-        kind, name, pid=pid, step=copy.state.metadata.step, fork_time=fork_time if pid else None
+        kind, name, pid=pid, step=step, seed=copy.seed, fork_time=fork_time if pid else None
     )
 
 

@@ -46,7 +46,7 @@ class Pending(Generic[T]):
         await self._end(self._made)
 
     def __iter__(self) -> Iterator[Any]:
-        self._complain()
+        self.complain()
 
     def __enter__(self) -> NoReturn:
         self._used = True
@@ -64,7 +64,8 @@ class Pending(Generic[T]):
             f"{name!r}: {self._call} has not been awaited: write `await {self._call}` or `async with {self._call}`"
         )
 
-    def _complain(self) -> NoReturn:
+    def complain(self) -> NoReturn:
+        """Say what is missing where it was used as if it were there already."""
         self._used = True
         raise TypeError(
             f"{self._call} has not been awaited: write `... = await {self._call}` or `async with {self._call} as ...`"

@@ -16,19 +16,19 @@ import stat
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from ramet.errors import BranchLimitError, ForkSafetyWarning
+from ramet.errors import ForkSafetyWarning
 from ramet.process import fork as forks
-from ramet.process.descriptors import put_null_over
+from ramet.process.descriptors import plug_standard_streams, put_null_over
 from ramet.process.launch import LaunchOptions
-from ramet.process.limits import raise_descriptor_limit
+from ramet.process.limits import Headroom, no_room, raise_descriptor_limit
 from ramet.process.link import Link
 from ramet.process.memory import freeze, thaw
 from ramet.process.safety import Safety, native_threads, open_files, thread_count
 from ramet.process.server import Server
-from ramet.process.tree import Tree
+from ramet.process.tree import Tree, socket_pair
 from ramet.process.warden import Warden
 from ramet.protocol.flows import Peer
 from ramet.types import State
@@ -57,9 +57,11 @@ def adopt(
         BranchLimitError: the fork was refused.
     """
     raise_descriptor_limit()
-    for text in _hazards():
+    plug_standard_streams()
+    Headroom().require(1)
+    for text in _hazards(keep_fds):
         warnings.warn(text, ForkSafetyWarning, stacklevel=2)
-    control, their_control = socket.socketpair()
+    control, their_control = socket_pair()
     tree = Tree(
         control,
         0,
@@ -68,17 +70,22 @@ def adopt(
         allow_threads=options.allow_threads,
         step_timeout=options.step_timeout,
     )
-    link, their_end = tree.connect(Peer(name, allow_pickle=options.allow_pickle))
     tree.disposable = True
-    with their_control, their_end:
-        keep = {their_control.fileno(), their_end.fileno(), *keep_fds}
-        tree.pid = _fork(tree, lambda: _live_on(env, state, their_control, their_end, keep, options))
+    try:
+        with their_control:
+            link, their_end = tree.connect(Peer(name, allow_pickle=options.allow_pickle))
+            with their_end:
+                keep = {their_control.fileno(), their_end.fileno(), *keep_fds}
+                tree.pid = _fork(lambda: _live_on(env, state, their_control, their_end, keep, options))
+    except BaseException:
+        tree.discard()
+        raise
     link.pid = tree.pid
     return link
 
 
-def _hazards() -> list[str]:
-    texts = Safety().check(allow_threads=True)
+def _hazards(keep_fds: Sequence[int]) -> list[str]:
+    texts = Safety().check(allow_threads=True, shared=keep_fds)  # the child lets go of every other socket
     if thread_count() > 1:
         others = [t for t in threading.enumerate() if t is not threading.main_thread()]
         names = [t.name for t in others] + (
@@ -92,7 +99,7 @@ def _hazards() -> list[str]:
     return texts
 
 
-def _fork(tree: Tree, child: Any) -> int:
+def _fork(child: Callable[[], NoReturn]) -> int:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     freeze(collect=True)
     try:
@@ -100,11 +107,7 @@ def _fork(tree: Tree, child: Any) -> int:
         if pid == 0:
             child()
     except OSError as error:
-        tree.ended = tree._reaped = True
-        tree.control.close()
-        raise BranchLimitError(
-            "the system's room for processes", value=0, used=0, needed=1, advice=f"fork: {error.strerror}"
-        ) from error
+        raise no_room(error, 1) from error
     finally:
         thaw()
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -121,7 +124,7 @@ def _live_on(
         os.setsid()
         put_null_over(_foreign(keep))
         _forget_loop()
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
             faulthandler.enable()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         server = Server(

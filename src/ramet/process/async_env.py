@@ -27,6 +27,11 @@ class LoopRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers: ThreadPoolExecutor | None = None
 
+    @property
+    def used(self) -> bool:
+        """Whether there was a coroutine yet."""
+        return self._loop is not None
+
     def finish(self, value: Any) -> Any:
         """`value` itself, or what it comes to if it is awaitable."""
         if not inspect.isawaitable(value):
@@ -41,8 +46,7 @@ class LoopRunner:
 
     def after_fork(self) -> None:
         """In the child: let the inherited loop be, without touching what the parent still uses."""
-        if self._loop is None:
-            return
+        assert self._loop is not None
         # Closing it would unregister descriptors in the epoll set that is shared with the parent.
         _abandoned.append(self._loop)
         put_null_over(_loop_descriptors(self._loop))

@@ -51,12 +51,14 @@ class Copy:
         state: the state that it stands at.
         reseeded: what was reseeded.
         shared: the copy is the original, which its user must not end.
+        seed: what it was reseeded with.
     """
 
     source: Source
     state: State
     reseeded: tuple[str, ...] = ()
     shared: bool = False
+    seed: int | None = None
 
 
 def state_of(link: Link, state: State) -> State:
@@ -89,7 +91,7 @@ def fork_live(
         for child, seed in zip(children, seeds, strict=True):
             copies.append((yield from _copy(source, child, state_of(child, state), seed)))
     except BaseException:
-        discard(children)
+        yield from discard(children)
         raise
     return copies
 
@@ -98,4 +100,4 @@ def _copy(source: Source, child: Link, state: State, seed: int | None) -> Plan[C
     reseeded = child.peer.reseeded
     if seed is not None and "state" in reseeded:
         state, _ = yield Talk(child, child.peer.reseed(state, seed))
-    return Copy(replace(source, link=child), state, reseeded)
+    return Copy(replace(source, link=child), state, reseeded, seed=seed)

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Iterable
 
-__all__ = ["MAX_FDS", "put_null_over", "receive"]
+__all__ = ["MAX_FDS", "plug_standard_streams", "put_null_over", "receive"]
 
 MAX_FDS = 253
 """The most descriptors that one message can carry (the kernel's SCM_MAX_FD)."""
@@ -34,3 +34,12 @@ def put_null_over(fds: Iterable[int]) -> None:
     for fd in fds:
         os.dup2(null, fd, inheritable=False)
     os.close(null)
+
+
+def plug_standard_streams() -> None:
+    """Put the null device where stdin, stdout or stderr is closed, or a socket takes the number and is printed to."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one

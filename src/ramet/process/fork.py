@@ -29,10 +29,10 @@ _CLONE_PARENT = 0x00008000
 _CLONE_CHILD_CLEARTID = 0x00200000
 _CLONE_CHILD_SETTID = 0x01000000
 
-_NR_CLONE, _NR_SET_ROBUST_LIST, _NR_GET_ROBUST_LIST = {
-    "x86_64": (56, 273, 274),
-    "aarch64": (220, 99, 100),
-}.get(platform.machine() if sys.platform == "linux" else "", (-1, -1, -1))
+_NR_CLONE, _NR_SET_ROBUST_LIST, _NR_GET_ROBUST_LIST, _NR_PRCTL = {
+    "x86_64": (56, 273, 274, 157),
+    "aarch64": (220, 99, 100, 167),
+}.get(platform.machine() if sys.platform == "linux" else "", (-1, -1, -1, -1))
 
 _ours = False
 _foreign_hooks: list[Callable[[], None]] = []
@@ -51,6 +51,7 @@ class _Libc:
         for hook in (self.before, self.after_child, self.after_parent):
             hook.restype = None
             hook.argtypes = ()
+        self.death_signal = (_NR_PRCTL, _PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0)
         self.clone_arguments = self._clone_arguments()
 
     def _clone_arguments(self) -> tuple[object, ...] | None:
@@ -76,25 +77,29 @@ def sibling_works() -> bool:
 
 
 def sibling() -> int:
-    """Fork a child of our own parent. Only in a process with a single thread.
+    """Fork a child of our own parent, which is killed when that ends. Only in a process with a single thread.
+
+    What the child runs here is kept short: each page that it writes to is copied.
 
     Raises:
         OSError: the system call was refused.
     """
     assert _libc is not None and _libc.clone_arguments is not None
+    global _ours
     saved = random.getstate()
-    _begin()
+    _ours = True
     _libc.before()
     pid = _libc.syscall(*_libc.clone_arguments)
     if pid == 0:
         _libc.syscall(*_libc.robust_list)
+        _libc.syscall(*_libc.death_signal)
         _libc.after_child()
         random.setstate(saved)
-        _end()
+        _ours = False
         return 0
     error = ctypes.get_errno()
     _libc.after_parent()
-    _end()
+    _ours = False
     if pid < 0:
         raise OSError(error, os.strerror(error))
     return int(pid)
@@ -106,15 +111,16 @@ def offspring() -> int:
     Raises:
         OSError: the system call was refused.
     """
+    global _ours
     saved = random.getstate()
-    _begin()
+    _ours = True
     try:
         with warnings.catch_warnings():
             # The caller has counted the threads and has said what there is to say.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
     finally:
-        _end()
+        _ours = False
     if pid == 0:
         random.setstate(saved)
     return pid
@@ -127,9 +133,15 @@ def orphan() -> int:
         OSError: one of the two forks was refused.
     """
     receive, send = os.pipe()
-    middle = offspring()
+    try:
+        middle = offspring()
+    except OSError:
+        os.close(receive)
+        os.close(send)
+        raise
     if middle == 0:
         os.close(receive)
+        between = os.getpid()
         try:
             pid = offspring()
         except OSError as error:
@@ -137,6 +149,9 @@ def orphan() -> int:
             os._exit(0)
         if pid == 0:
             os.close(send)
+            while os.getppid() == between:  # a death signal that is set now would come from the wrong parent
+                os.sched_yield()
+            set_parent_death_signal()
             return 0
         os.write(send, pid.to_bytes(8, signed=True))
         os._exit(0)
@@ -162,16 +177,6 @@ def set_parent_death_signal() -> None:
 def on_foreign_fork(hook: Callable[[], None]) -> None:
     """Run `hook` in the children of forks that are not made here, such as the environment's own."""
     _foreign_hooks.append(hook)
-
-
-def _begin() -> None:
-    global _ours
-    _ours = True
-
-
-def _end() -> None:
-    global _ours
-    _ours = False
 
 
 def _after_in_child() -> None:

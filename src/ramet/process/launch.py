@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from ramet.errors import CannotBranch, HostFailed
-from ramet.process.limits import raise_descriptor_limit
-from ramet.process.tree import Tree
+from ramet.process.descriptors import plug_standard_streams
+from ramet.process.limits import Headroom, raise_descriptor_limit
+from ramet.process.tree import Tree, socket_pair
 
 __all__ = ["LaunchOptions", "launch"]
 
@@ -61,6 +61,7 @@ def launch(options: LaunchOptions, *, blocking: bool) -> Tree:
     Raises:
         CannotBranch: this system has no fork.
         HostFailed: the interpreter could not be started.
+        BranchLimitError: there is no room for it.
     """
     if not hasattr(os, "fork"):
         raise CannotBranch(
@@ -69,7 +70,9 @@ def launch(options: LaunchOptions, *, blocking: bool) -> Tree:
             instead="use direct or clone, or run under Linux (WSL 2)",
         )
     raise_descriptor_limit()
-    ours, theirs = socket.socketpair()
+    plug_standard_streams()
+    Headroom().require(2)  # the warden and the host
+    ours, theirs = socket_pair()
     arguments = [str(theirs.fileno()), str(int(options.allow_pickle)), *_path()]
     command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", _BOOT, *arguments]
     try:
@@ -115,18 +118,9 @@ def _environ(given: Mapping[str, str] | None) -> dict[str, str]:
 @contextlib.contextmanager
 def _output(where: str | Path) -> Iterator[int | None]:
     if where == "inherit":
-        yield _usable_stdout()
+        yield None
     elif where == "discard":
         yield subprocess.DEVNULL
     else:
         with open(where, "ab") as file:
             yield file.fileno()
-
-
-def _usable_stdout() -> int | None:
-    """`None` to inherit; the null device if the agent's own stdout is closed."""
-    try:
-        os.fstat(1)
-    except OSError:
-        return subprocess.DEVNULL
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import time
@@ -10,13 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ramet.errors import BranchLimitError
+from ramet.process.descriptors import MAX_FDS
 
-__all__ = ["Headroom", "Limit", "limits", "raise_descriptor_limit"]
+__all__ = ["Headroom", "Limit", "limits", "no_room", "raise_descriptor_limit"]
 
 _FRESH_FOR = 0.5
-_RESERVE_FDS = 16
+_RESERVE_FDS = 16  # for the event loop, the warden's connection and whatever the agent does meanwhile
 _RESERVE_MEMORY = 64 << 20
 _MEMORY_EACH = 1 << 20
+_OPEN_FILES = "RLIMIT_NOFILE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,43 @@ class Headroom:
         self._left -= count
 
     def _read(self, count: int) -> None:
-        known = list(limits())
-        for limit in known:
-            if limit.free < count:
-                raise BranchLimitError(
-                    limit.name, value=limit.value, used=limit.used, needed=count, advice=limit.advice
-                )
-        self._left = min((limit.free for limit in known), default=1 << 30)
-        self._read_at = time.monotonic()
+        self._left, left = 0, 1 << 30
+        for limit in limits():
+            needed, reserve = count, 0
+            if limit.name == _OPEN_FILES:  # a branch takes two while it is made and one afterwards
+                needed, reserve = count + min(count, MAX_FDS), _RESERVE_FDS
+            if limit.free - reserve < needed:
+                raise _error(limit, needed, limit.advice)
+            left = min(left, limit.free - reserve)
+        self._left, self._read_at = left, time.monotonic()
+
+
+def no_room(error: OSError, needed: int) -> BranchLimitError:
+    """The error for a system call that found no room for `needed` more: it names the limit that was met."""
+    text = error.strerror or str(error)
+    for limit in _of(error.errno):
+        if limit.free < needed or error.errno == errno.EMFILE:
+            return _error(limit, needed, f"{text}: {limit.advice}")
+    return BranchLimitError(
+        "the system's room for processes",
+        value=0,
+        used=0,
+        needed=needed,
+        advice=f"{text}: look at memory, pids.max and RLIMIT_NPROC with `ramet doctor`",
+    )
+
+
+def _of(number: int | None) -> Iterator[Limit]:
+    """The limits that a system call may have met when it failed with this number."""
+    if number == errno.EMFILE:
+        yield from _descriptors()
+    elif number in (errno.EAGAIN, errno.ENOMEM):
+        yield from _processes()
+        yield from _memory()
+
+
+def _error(limit: Limit, needed: int, advice: str) -> BranchLimitError:
+    return BranchLimitError(limit.name, value=limit.value, used=limit.used, needed=needed, advice=advice)
 
 
 def raise_descriptor_limit() -> None:
@@ -78,7 +110,7 @@ def raise_descriptor_limit() -> None:
 
 
 def limits() -> Iterator[Limit]:
-    """The limits that bound the number of branches, in branches (one descriptor, one process each)."""
+    """The limits that bound the number of branches, each in its own unit."""
     yield from _descriptors()
     yield from _processes()
     yield from _memory()
@@ -88,12 +120,13 @@ def _descriptors() -> Iterator[Limit]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
-    with contextlib.suppress(OSError):
-        # A branch needs two while it is made and one afterwards.
-        used = len(os.listdir("/proc/self/fd")) + _RESERVE_FDS
-        yield Limit(
-            "RLIMIT_NOFILE", soft, used, "raise it with `ulimit -n`, or keep fewer branches alive at once"
-        )
+    try:
+        used = len(os.listdir("/proc/self/fd")) - 1
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            return  # no /proc here
+        used = soft
+    yield Limit(_OPEN_FILES, soft, used, "raise it with `ulimit -n`, or keep fewer branches alive at once")
 
 
 def _processes() -> Iterator[Limit]:
@@ -105,8 +138,10 @@ def _processes() -> Iterator[Limit]:
             "kernel.threads-max", _number("/proc/sys/kernel/threads-max"), total, "raise it with sysctl"
         )
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-        if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
-            yield Limit("RLIMIT_NPROC", soft, total, "raise it with `ulimit -u`")
+        if soft != resource.RLIM_INFINITY and os.getuid() != 0:
+            # It bounds the threads of one user; they are counted only if those of all users come near.
+            used = total if total * 2 < soft else _threads_of(os.getuid())
+            yield Limit("RLIMIT_NPROC", soft, used, "raise it with `ulimit -u`")
     for folder in _pids_cgroups():
         with contextlib.suppress(OSError, ValueError):
             value = _number(f"{folder}/pids.max")
@@ -123,6 +158,17 @@ def _memory() -> Iterator[Limit]:
                     "available memory in MiB", max(0, free // _MEMORY_EACH), 0, "a branch takes about 1 MiB"
                 )
                 return
+
+
+def _threads_of(user: int) -> int:
+    count = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                tasks = os.stat(f"/proc/{name}/task")
+                if tasks.st_uid == user:
+                    count += tasks.st_nlink - 2
+    return count
 
 
 def _pids_cgroups() -> Iterator[str]:

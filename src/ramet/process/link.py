@@ -92,6 +92,7 @@ class Link:
                 self.port.close()
                 self.port = None
             self.sock.close()
+            self.tree.disconnected(self)
 
     def lose(self) -> BranchLost:
         """Note that the process is gone; the error to raise, with the exit status if that is known by now."""

@@ -11,7 +11,6 @@ import secrets
 import socket
 import warnings
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from ramet.errors import BranchLost, ForkSafetyWarning, HostFailed, RametError
@@ -24,26 +23,10 @@ from ramet.protocol.flows import Forked, Peer
 from ramet.protocol.messages import error_from_facts
 from ramet.types import Seed
 
-__all__ = ["END_WITHIN", "close_tree", "discard", "draw_seeds", "end", "fork", "start", "start_blank"]
+__all__ = ["END_WITHIN", "close_tree", "discard", "draw_seeds", "end", "fork", "start"]
 
 END_WITHIN = 10.0
 """The longest wait, in seconds, for processes that were killed to be reaped."""
-
-
-def start_blank(recipe: Recipe, options: LaunchOptions, name: str, *, blocking: bool) -> Plan[Link]:
-    """Start a tree with one process that has loaded the factory and built nothing.
-
-    Raises:
-        HostFailed: the factory cannot be loaded there.
-    """
-    tree = launch(options, blocking=blocking)
-    try:
-        link = tree.spawn(name)
-        yield Talk(link, link.peer.prepare(recipe.data), options.start_timeout)
-    except BaseException as error:
-        yield from _abandon(tree, recipe.name, error)
-        raise
-    return link
 
 
 def start(recipe: Recipe, options: LaunchOptions, name: str, *, blocking: bool) -> Plan[Link]:
@@ -53,11 +36,13 @@ def start(recipe: Recipe, options: LaunchOptions, name: str, *, blocking: bool) 
         HostFailed: the factory cannot be loaded, or raised.
         InvalidEnvironment: what it built is no environment.
     """
-    link = yield from start_blank(recipe, options, name, blocking=blocking)
+    tree = launch(options, blocking=blocking)
     try:
+        link = tree.spawn(name)
+        yield Talk(link, link.peer.prepare(recipe.data), options.start_timeout)
         yield Talk(link, link.peer.build(), options.start_timeout)
     except BaseException as error:
-        yield from _abandon(link.tree, recipe.name, error)
+        yield from _abandon(tree, recipe.name, error)
         raise
     return link
 
@@ -104,7 +89,7 @@ def fork(
         for child in children:
             yield Talk(child, child.peer.welcome())
     except BaseException:
-        discard(children)
+        yield from discard(children)
         raise
     return children
 
@@ -122,18 +107,18 @@ def _fork_batch(
     ends: list[socket.socket] = []
     tree.forking(+1)
     try:
-        for name, seed in zip(names, seeds, strict=True):
+        for name in names:
             link, end = tree.connect(Peer(name, allow_pickle=tree.pickle, parent=parent.peer))
             made.append(link)
             children.append(link)
             ends.append(end)
-            link.sock.send(link.peer.hello(seed))
         flow = parent.peer.fork(
             tuple(end.fileno() for end in ends),
+            seeds=seeds,
             instant=instant,
             collect=collect,
             allow_threads=tree.allow_threads,
-            late=partial(_kill_late, tree),
+            late=tree.kill_pids,
         )
         forked: Forked = yield Talk(parent, flow, tree.step_timeout)
         for link, pid in zip(made, forked.pids, strict=False):
@@ -150,18 +135,16 @@ def _fork_batch(
         warnings.warn(f"fork of {parent.name}: {text}", ForkSafetyWarning, stacklevel=2)
 
 
-def _kill_late(tree: Tree, reply: list[Any]) -> None:
-    """The answer to a fork that was cancelled: the children may have work to do before they notice."""
-    tree.kill_pids(list(reply[2]))
-
-
-def discard(links: Iterable[Link]) -> None:
-    """End processes without waiting for it."""
+def discard(links: Iterable[Link]) -> Plan[None]:
+    """End processes of one tree without waiting for it; a fork of the agent's own that served them alone goes too."""
     links = list(links)
     if links:
         links[0].tree.kill(links)
     for link in links:
         link.shut()
+    if links and links[0].tree.disposable and links[0].tree.childless:
+        links[0].tree.finish()
+        yield Ended(links[0].tree, END_WITHIN)
 
 
 def end(links: Iterable[Link], *, timeout: float = END_WITHIN) -> Plan[None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 
-from ramet.errors import HostFailed, InvalidEnvironment
+from ramet.errors import HostFailed, InvalidEnvironment, text_of
 
 __all__ = ["Recipe", "factory_name"]
 
@@ -67,7 +67,7 @@ class Recipe:
         except Exception as error:
             raise HostFailed(
                 name,
-                f"it cannot be pickled ({type(error).__name__}: {error}): keep locks, files and connections out of"
+                f"it cannot be pickled ({type(error).__name__}: {text_of(error)}): keep locks, files and connections out of"
                 " the factory's closure and arguments and make them inside it, or name it as 'module:attr'",
             ) from error
         return cls(name, pickle.dumps((name, payload)))

@@ -18,6 +18,8 @@ from ramet.errors import (
     HostFailed,
     InvalidEnvironment,
     ReplayDiverged,
+    text_of,
+    type_name,
 )
 from ramet.process.async_env import LoopRunner
 from ramet.protocol.codec import Codec, describe
@@ -107,15 +109,17 @@ def unpack_recipe(recipe: bytes) -> tuple[Callable[[], Any], Mapping[str, type]]
             for part in attribute.split("."):
                 factory = getattr(factory, part)
     except Exception as error:
-        failure = HostFailed(name, f"{type(error).__name__}: {error}")
+        failure = HostFailed(name, f"{type(error).__name__}: {text_of(error)}")
         failure.add_note(traceback.format_exc())
         raise failure from None
 
     def build() -> Any:
         try:
             return factory(*args, **kwargs)
-        except Exception as error:
-            failure = HostFailed(name, f"the factory raised {type(error).__name__}: {error}")
+        except SystemExit:
+            raise
+        except BaseException as error:
+            failure = HostFailed(name, f"the factory raised {type(error).__name__}: {text_of(error)}")
             failure.add_note(traceback.format_exc())
             raise failure from None
 
@@ -295,13 +299,9 @@ def _kind(value: Any) -> str:
 def environment_failure(method: str) -> list[Any]:
     """The exception in flight as strings: method, type, text, traceback."""
     kind, error, tb = sys.exc_info()
-    assert kind is not None
-    try:
-        text = str(error)
-    except Exception:
-        text = "(its text cannot be shown: its __str__ raises)"
+    assert error is not None
     try:
         trace = "".join(traceback.format_exception(kind, error, tb))
     except Exception:
         trace = "".join(traceback.format_tb(tb))
-    return [method, f"{kind.__module__}:{kind.__qualname__}", text, trace]
+    return [method, type_name(error), text_of(error), trace]

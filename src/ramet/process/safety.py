@@ -13,11 +13,14 @@ import os
 import socket
 import stat
 import sys
-import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from ramet.errors import CannotBranch
+
+if TYPE_CHECKING:
+    import threading
 
 __all__ = ["Safety", "connected_sockets", "thread_count"]
 
@@ -30,7 +33,14 @@ def thread_count() -> int:
     try:
         return os.stat("/proc/self/task").st_nlink - 2
     except OSError:  # no /proc: count what Python knows
-        return threading.active_count()
+        return 1 + len(python_threads())
+
+
+def python_threads() -> list[threading.Thread]:
+    """The threads that Python has started, but for the main one."""
+    # Not imported here: a module that nobody uses would make every fork slower by its own fork hook.
+    module = sys.modules.get("threading")
+    return [] if module is None else [t for t in module.enumerate() if t is not module.main_thread()]
 
 
 class Safety:
@@ -39,15 +49,19 @@ class Safety:
     def __init__(self, own: Iterable[int] = ()) -> None:
         self.own = set(own)
         self._files: _Files = {}
+        self._count = -1
         self._writers: list[weakref.ref[io.IOBase]] = []
         self._told: set[str] = set()
 
-    def check(self, *, allow_threads: bool, passing: Collection[int] = ()) -> list[str]:
+    def check(
+        self, *, allow_threads: bool, passing: Collection[int] = (), shared: Collection[int] | None = None
+    ) -> list[str]:
         """Flush what is buffered and look for hazards.
 
         Args:
             allow_threads: let Python threads pass.
             passing: descriptors that are here only for the fork itself.
+            shared: the sockets that the children keep; all of them by default.
 
         Returns:
             Texts for `ForkSafetyWarning`; each is given once in a line of processes.
@@ -56,14 +70,27 @@ class Safety:
             CannotBranch: children of this process could not work.
         """
         warnings = [] if thread_count() == 1 else list(self._threads(allow_threads))
-        files = open_files({*self.own, *passing})
-        if files != self._files or not all(_usable(ref) for ref in self._writers):
-            warnings += self._look_at(files)
+        if not self._as_before(len(passing)):
+            files = open_files({*self.own, *passing})
+            warnings += self._look_at(files, set(files) if shared is None else set(files).intersection(shared))
         self._flush()
         return warnings
 
+    def _as_before(self, passing: int) -> bool:
+        """Whether the open files are those of the last look: as many, and each of them is there."""
+        try:
+            if os.stat("/proc/self/fd").st_size != self._count + passing:  # 0 before Linux 6.2
+                return False
+            for fd, known in self._files.items():
+                status = os.fstat(fd)
+                if (status.st_dev, status.st_ino) != known:
+                    return False
+        except OSError:
+            return False
+        return all(_usable(ref) for ref in self._writers)
+
     def _threads(self, allow: bool) -> Iterator[str]:
-        python = [t for t in threading.enumerate() if t is not threading.main_thread()]
+        python = python_threads()
         busy = [t.name for t in python if t.name not in _IDLE_THREADS]
         if busy and not allow:
             raise CannotBranch(
@@ -78,7 +105,7 @@ class Safety:
                 f"native threads do not exist in the children: {', '.join(native_threads(python))}"
             )
 
-    def _look_at(self, files: _Files) -> list[str]:
+    def _look_at(self, files: _Files, shared: set[int]) -> list[str]:
         warnings: list[str] = []
         for fd in files:
             target = _target(fd)
@@ -90,7 +117,7 @@ class Safety:
                 )
         if "sockets" not in self._told:
             self._told.add("sockets")
-            peers = connected_sockets(set(files))
+            peers = connected_sockets(shared)
             if peers:
                 warnings.append(
                     "the environment's process has open connections, which its copies would share: "
@@ -98,6 +125,7 @@ class Safety:
                 )
         self._writers = list(_find_writers(files))
         self._files = files
+        self._count = len(files) + len(self.own) + 3
         return warnings
 
     def _flush(self) -> None:
@@ -148,7 +176,7 @@ def connected_sockets(fds: set[int]) -> list[str]:
 
 def native_threads(python: list[threading.Thread]) -> list[str]:
     """The names of this process's threads that Python did not start."""
-    known = {t.native_id for t in python} | {threading.main_thread().native_id, os.getpid()}
+    known = {t.native_id for t in python} | {os.getpid()}
     names = []
     for tid in os.listdir("/proc/self/task"):
         if int(tid) not in known:

@@ -6,6 +6,7 @@ replaces the parent's socket by its own and goes on in the same loop, as if noth
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -13,9 +14,12 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from ramet.errors import BranchLimitError, CannotBranch, InvalidEnvironment, ProtocolError, RametError
+import msgpack
+
+from ramet.errors import CannotBranch, EncodeError, InvalidEnvironment, ProtocolError, RametError
 from ramet.process import fork as forks
 from ramet.process.descriptors import put_null_over, receive
+from ramet.process.limits import no_room
 from ramet.process.memory import freeze, thaw
 from ramet.process.reseed import reseed
 from ramet.process.resident import Handles, Resident, environment_failure, unpack_recipe
@@ -52,16 +56,15 @@ class Server:
         self.build: Callable[[], Any] | None = None
         self._warden = warden
         self._pickle = pickle
-        self._make = forks.offspring if adopted else self._fork_under_warden
+        self._fd = sock.fileno()
+        self._adopted = adopted
         self._reader = FrameReader()
         self._fds: list[int] = []
         self._handles = Handles()
         self._codec = self._new_codec({})
         self._safety = Safety({sock.fileno(), *own})
-        self._reseeded: list[str] = []
-        self._answered = 0
         self._checkpoint = False  # only ever forked, so its heap stays frozen
-        self._raised_oom = False
+        self._oom_score = _higher_oom_score()
         self._tidied = True
         forks.on_foreign_fork(self._let_go)
 
@@ -115,17 +118,17 @@ class Server:
         """Do one request and send its reply; true in a forked child, which owes no reply."""
         try:
             number, op, *arguments = self._codec.decode(payload)
-        except RametError as error:  # a value in it is not understood here; its number is the next one
-            self._answered += 1
-            self.sock.sendall(_refused(self._answered, error))
+        except RametError as error:  # a value in it is not understood here
+            if isinstance(error, ProtocolError):
+                error = EncodeError("the request", f"its branch cannot read it: {error.reason}")
+            self.sock.sendall(_refused(_number_of(payload), error))
             return False
         if op == m.DROP:
             self._handles.drop(arguments[0])
             return False
-        self._answered = number
         if op == m.FORK:
             return self._fork(number, *arguments)
-        if not self._tidied and op != m.HELLO:
+        if not self._tidied:
             self._tidy()
         try:
             reply = frame(self._codec.encode([number, m.OK, *_HANDLERS[op](self, *arguments)]))
@@ -133,16 +136,16 @@ class Server:
             reply = frame(self._codec.encode([number, m.STALE, error.at, error.asked]))
         except RametError as error:
             reply = _refused(number, error)
-        except Exception:
+        except SystemExit:
+            raise
+        except BaseException:
             reply = frame(self._codec.encode([number, m.FAILED, *environment_failure(_NAMES.get(op, "it"))]))
         self.sock.sendall(reply)
         return False
 
-    def _hello(self, seed: int | None) -> list[Any]:
-        if seed is not None:
-            resident = self._there()
-            self._reseeded = reseed(resident.env, seed, deterministic=resident.spec.deterministic)
-        return [self._reseeded]
+    def _reseed_all(self, seed: int) -> list[Any]:
+        resident = self._there()
+        return [reseed(resident.env, seed, deterministic=resident.spec.deterministic)]
 
     def _prepare(self, recipe: bytes) -> list[Any]:
         self.build, classes = unpack_recipe(recipe)
@@ -229,20 +232,24 @@ class Server:
 
     # -- forks -----------------------------------------------------------------------------------
 
-    def _fork(self, number: int, count: int, instant: int | None, collect: bool, allow_threads: bool) -> bool:
-        """Fork `count` children and tell the agent their pids; true in each child."""
-        ends, self._fds = self._fds[:count], self._fds[count:]
+    def _fork(
+        self, number: int, seeds: list[int | None], instant: int | None, collect: bool, allow_threads: bool
+    ) -> bool:
+        """Fork a child for each seed and tell the agent their pids; true in each child."""
+        ends, self._fds = self._fds[: len(seeds)], self._fds[len(seeds) :]
         pids: list[int] = []
         warnings: list[str] = []
         failure: list[Any] | None = None
         try:
+            if len(ends) < len(seeds):  # the kernel drops descriptors that find no place here
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             warnings = self._before_fork(instant, allow_threads, ends)
             freeze(collect=collect)
-            if self._make_children(ends, pids):
+            if self._make_children(ends, seeds, pids):
                 self._checkpoint = collect
                 return True
         except OSError as error:
-            failure = m.error_facts(_no_room(error, len(ends), len(pids)))
+            failure = m.error_facts(no_room(error, len(seeds) - len(pids)))
         except CannotBranch as error:
             failure = m.error_facts(error)
         except _Stale as error:
@@ -265,11 +272,11 @@ class Server:
             resident.runner.before_fork()
         return self._safety.check(allow_threads=allow_threads, passing=ends)
 
-    def _make_children(self, ends: list[int], pids: list[int]) -> bool:
-        for end in ends:
-            pid = self._make()
+    def _make_children(self, ends: list[int], seeds: list[int | None], pids: list[int]) -> bool:
+        for end, seed in zip(ends, seeds, strict=True):
+            pid = forks.offspring() if self._adopted else self._fork_under_warden()
             if pid == 0:
-                self._become(end, ends)
+                self._begin(end, ends, seed, self._fds)
                 return True
             os.close(end)
             pids.append(pid)
@@ -284,33 +291,59 @@ class Server:
                     raise
         return forks.orphan()
 
-    def _become(self, end: int, ends: list[int]) -> None:
-        """In the child: put our end in the place of the parent's socket, and let the siblings' ends go."""
-        forks.set_parent_death_signal()
-        os.dup2(end, self.sock.fileno(), inheritable=False)
-        for fd in ends[ends.index(end) :]:
-            os.close(fd)
-        for fd in self._fds:
-            os.close(fd)
-        if os.getppid() != self._warden and sys.platform == "linux" and os.getppid() == 1:
-            os._exit(0)  # the warden ended before the signal was set
-        self._fds = []
-        self._reader.clear()
-        self._answered = 0
-        self._reseeded = []
+    def _begin(self, end: int, ends: list[int], seed: int | None, others: list[int]) -> None:
+        """In the child: say hello, put our end in the place of the parent's socket, and let the siblings' ends go.
+
+        An exact copy says hello first of all; the rest takes place while the agent hears of it.
+        """
+        try:
+            if seed is None:
+                os.write(end, _HELLO)
+            os.dup2(end, self._fd, False)
+            for fd in ends[ends.index(end) :]:
+                os.close(fd)
+            for fd in others:
+                os.close(fd)
+            if os.getppid() == 1 != self._warden:
+                os._exit(0)  # the warden ended before the death signal was set
+            self._become()
+            if seed is not None:
+                self.sock.sendall(self._reseeded_hello(seed))
+        except OSError:
+            os._exit(0)  # the agent has gone, or has given up this fork
+
+    def _reseeded_hello(self, seed: int) -> bytes:
+        try:
+            return frame(self._codec.encode([0, m.OK, *self._reseed_all(seed)]))
+        except RametError as error:
+            return _refused(0, error)
+        except SystemExit:
+            raise
+        except BaseException:
+            return frame(self._codec.encode([0, m.FAILED, *environment_failure("reseed")]))
+
+    def _become(self) -> None:
+        """In the child: forget what is the parent's."""
+        if self._fds:
+            self._fds = []
+        if not self._reader.empty:
+            self._reader.clear()
         self._tidied = False
-        if self._make is forks.offspring:
-            self._make = self._fork_under_warden
-        if self.resident is not None:
-            self.resident.runner.after_fork()
+        if self._adopted:
+            self._adopted = False
+            forks.set_parent_death_signal()
+        resident = self.resident
+        if resident is not None and resident.runner.used:
+            resident.runner.after_fork()
 
     def _tidy(self) -> None:
         """What can wait until the first real request: it is not on the path of a fork."""
         self._tidied = True
-        if not self._raised_oom:
-            self._raised_oom = True
-            _raise_oom_score()
-        _detach_temporary_directories()
+        if self._oom_score:
+            _raise_oom_score(self._oom_score)
+            self._oom_score = b""  # its own children inherit it
+        if "tempfile" in sys.modules:
+            _detach_temporary_directories()
 
 
 class _Stale(Exception):
@@ -320,7 +353,6 @@ class _Stale(Exception):
 
 
 _HANDLERS: dict[int, Callable[..., list[Any]]] = {
-    m.HELLO: Server._hello,
     m.PREPARE: Server._prepare,
     m.BUILD: Server._build,
     m.RESET: Server._reset,
@@ -330,28 +362,27 @@ _HANDLERS: dict[int, Callable[..., list[Any]]] = {
     m.CURRENT: Server._current,
     m.CHECK: Server._check,
     m.HISTORY: Server._history,
-    m.RESEED_ALL: Server._hello,
+    m.RESEED_ALL: Server._reseed_all,
     m.RESEED: Server._reseed,
     m.REPLAY: Server._replay,
     m.CLOSE: Server._close,
 }
 _NAMES = {m.BUILD: "the factory", m.RESET: "reset", m.STEP: "step", m.CALL: "call", m.CLOSE: "close"}
+_HELLO = frame(Codec().encode([0, m.OK, []]))
 _plain = Codec(export=lambda value: (0, *describe(value)))
-_OUT_OF_ROOM = (11, 12)  # EAGAIN, ENOMEM
+_OUT_OF_ROOM = (errno.EAGAIN, errno.ENOMEM)
+
+
+def _number_of(payload: bytes) -> int:
+    """The number of a request of which not every value can be read. Numbers may have been left out before it."""
+    reader = msgpack.Unpacker()
+    reader.feed(payload)
+    reader.read_array_header()
+    return int(reader.unpack())
 
 
 def _refused(number: int, error: RametError) -> bytes:
     return frame(_plain.encode([number, m.REFUSED, m.error_facts(error)]))
-
-
-def _no_room(error: OSError, count: int, made: int) -> BranchLimitError:
-    return BranchLimitError(
-        "the system's room for processes",
-        value=made,
-        used=made,
-        needed=count - made,
-        advice=f"the fork failed with {error.strerror}: look at memory, pids.max and RLIMIT_NPROC with `ramet doctor`",
-    )
 
 
 def _close_all(fds: list[int]) -> None:
@@ -359,23 +390,27 @@ def _close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
-def _raise_oom_score() -> None:
-    """Have the kernel end a branch before the agent or its host, if memory runs out."""
+def _higher_oom_score() -> bytes:
+    """A score with which the kernel ends a branch before the agent or its host; empty if there is none to set."""
     try:
-        with open("/proc/self/oom_score_adj", "r+") as file:
-            score = min(1000, int(file.read()) + 200)
-            file.seek(0)
-            file.write(str(score))
+        with open("/proc/self/oom_score_adj", "rb") as file:
+            return b"%d" % min(1000, int(file.read()) + 200)
     except OSError:
-        pass  # not Linux, or not ours to change
+        return b""
+
+
+def _raise_oom_score(score: bytes) -> None:
+    try:
+        file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(file, score)
+        os.close(file)
+    except OSError:
+        pass  # not ours to change
 
 
 def _detach_temporary_directories() -> None:
     """A copy must not delete the directory that the original still uses."""
-    tempfile = sys.modules.get("tempfile")
-    if tempfile is None:
-        return
-    cleanup = tempfile.TemporaryDirectory._cleanup
+    cleanup = sys.modules["tempfile"].TemporaryDirectory._cleanup
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         target = finalizer.peek()
         if target is not None and target[1] == cleanup:

@@ -16,14 +16,14 @@ from typing import Any
 
 from ramet.errors import BranchLost, ProtocolError
 from ramet.process.descriptors import put_null_over
-from ramet.process.limits import Headroom
+from ramet.process.limits import Headroom, no_room
 from ramet.process.link import Link
 from ramet.process.warden import KILL, SPAWN
 from ramet.protocol.codec import Codec
 from ramet.protocol.flows import Peer
 from ramet.protocol.wire import FrameReader, frame
 
-__all__ = ["Tree"]
+__all__ = ["Tree", "socket_pair"]
 
 _codec = Codec()
 _live: weakref.WeakSet[Tree] = weakref.WeakSet()
@@ -66,7 +66,7 @@ class Tree:
         self._reader = FrameReader()
         self._links: dict[int, list[Link]] = {}
         self._spawning: deque[Link] = deque()
-        self._open: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._open: set[Link] = set()
         self._forking = 0
         self._early: dict[int, int] = {}  # deaths that came before the pid was known
         self._deaths = 0
@@ -79,8 +79,12 @@ class Tree:
     # -- connections -----------------------------------------------------------------------------
 
     def connect(self, peer: Peer) -> tuple[Link, socket.socket]:
-        """A new connection: our end as a link, and the end for the process that is about to be."""
-        ours, theirs = socket.socketpair()
+        """A new connection: our end as a link, and the end for the process that is about to be.
+
+        Raises:
+            BranchLimitError: there is no descriptor left.
+        """
+        ours, theirs = socket_pair()
         if not self.blocking:
             ours.setblocking(False)
         link = Link(ours, peer, self)
@@ -113,7 +117,11 @@ class Tree:
     @property
     def childless(self) -> bool:
         """Whether no process of this tree has an open connection."""
-        return not any(link.open for link in self._open)
+        return not self._open
+
+    def disconnected(self, link: Link) -> None:
+        """Note that a connection was closed."""
+        self._open.discard(link)
 
     def kill(self, links: Iterable[Link]) -> None:
         """Have the warden kill these processes and what they have started."""
@@ -199,6 +207,11 @@ class Tree:
         self.control.close()
         self.reap(0.0)
 
+    def discard(self) -> None:
+        """Close everything of a tree whose warden was never made."""
+        self._reaped = True
+        self.finish()
+
     def reap(self, timeout: float) -> bool:
         """Reap the warden; whether it has ended within `timeout` seconds."""
         if not self._reaped and _ended_within(self.pid, timeout):
@@ -212,6 +225,18 @@ class Tree:
             warnings.warn("a host or manager was dropped without being closed", ResourceWarning, source=self)
             self.finish()
         self.reap(1.0)
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets.
+
+    Raises:
+        BranchLimitError: there is no descriptor left.
+    """
+    try:
+        return socket.socketpair()
+    except OSError as error:
+        raise no_room(error, 2) from error
 
 
 def _ended_within(pid: int, timeout: float) -> bool:

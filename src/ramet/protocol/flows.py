@@ -13,7 +13,7 @@ went wrong (end of file, cancellation); the flow notes that an answer may still 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -80,6 +80,7 @@ class Peer:
     """The agent's half of the conversation with one process."""
 
     __slots__ = (
+        "_answered",
         "_codec",
         "_dropped",
         "_late",
@@ -97,8 +98,8 @@ class Peer:
     def __init__(self, name: str, *, allow_pickle: bool = False, parent: Peer | None = None) -> None:
         self.name = name
         self.token = next(_tokens)
-        self.instant = parent.instant if parent else 0
-        self.pure = parent.pure if parent else False
+        self.instant: int = parent.instant if parent else 0
+        self.pure: bool = parent.pure if parent else False
         self.spec: EnvironmentSpec | None = parent.spec if parent else None
         self.reseeded: tuple[str, ...] = ()
         # The very instants that this process was made from, and the handles that it shares.
@@ -106,6 +107,7 @@ class Peer:
         self.line: dict[int, int] = {}
         self._codec = Codec(allow_pickle=allow_pickle, export=self._export, resolve=self._resolve)
         self._number = 0
+        self._answered = 0
         self._late: dict[int, Callable[[list[Any]], None]] = {}
         self._dropped: list[int] = []
 
@@ -138,6 +140,7 @@ class Peer:
             while True:
                 reply = yield None
                 if reply[0] == number:
+                    self._answered = number
                     break
                 self._pass(reply)
         except BaseException:
@@ -155,52 +158,51 @@ class Peer:
             ProtocolError: it is not one.
         """
         message = self._codec.decode(payload)
-        if type(message) is not list or len(message) < 2:
+        if type(message) is not list or len(message) < 2 or type(message[0]) is not int:
             raise ProtocolError(f"{self.name} sent something that is no message")
         return message
 
     def _pass(self, reply: list[Any]) -> None:
-        late = self._late.pop(reply[0], None) if isinstance(reply[0], int) else None
+        """A late reply. Those come in order and once, or a flood of them would never end."""
+        if not self._answered < reply[0] < self._number:
+            raise ProtocolError(f"{self.name} answered request {reply[0]}, which is not open")
+        self._answered = reply[0]
+        late = self._late.pop(reply[0], None)
         if late is not None and reply[1] == m.OK:
             late(reply)
 
     def _fail(self, reply: list[Any], op: int) -> NoReturn:
-        try:
-            if reply[1] == m.FAILED:
-                _, _, method, type_name, text, traceback = reply
-                raise EnvironmentFailed(
-                    self.name, method, type_name=type_name, text=text, traceback=traceback
-                )
-            if reply[1] == m.STALE:
-                _, _, at, asked = reply
-                raise StaleState(self.name, at=at, state=asked)
-            if reply[1] == m.REFUSED:
-                raise m.error_from_facts(reply[2])
-        except (TypeError, ValueError) as error:
-            if not isinstance(error, m.RametError):
-                raise ProtocolError(f"{self.name} sent a malformed refusal: {error}") from error
-            raise
-        raise ProtocolError(f"{self.name} answered request {op} with outcome {reply[1]!r}")
+        outcome, facts = reply[1], reply[2:]
+        if outcome == m.FAILED and len(facts) == 4:
+            method, type_name, text, traceback = map(str, facts)
+            raise EnvironmentFailed(self.name, method, type_name=type_name, text=text, traceback=traceback)
+        if outcome == m.STALE and [type(fact) for fact in facts] == [int, int]:
+            raise StaleState(self.name, at=facts[0], state=facts[1])
+        if outcome == m.REFUSED and len(facts) == 1:
+            raise m.error_from_facts(facts[0])
+        raise ProtocolError(f"{self.name} answered request {op} with outcome {outcome!r:.100}, which makes no sense")
+
+    def _only(self, reply: list[Any], *types: type) -> Any:
+        """The values of a reply, which are to be of these types: one as it is, several as a list."""
+        values = reply[2:]
+        if len(values) != len(types) or not all(map(isinstance, values, types)):
+            raise ProtocolError(f"{self.name} sent an answer that does not fit the request")
+        return values[0] if len(values) == 1 else values
 
     # -- the conversations -----------------------------------------------------------------------
 
-    def hello(self, seed: int | None) -> bytes:
-        """The first request of a forked child, written before the child exists."""
-        self._number = 1
-        return frame(self._codec.encode([1, m.HELLO, seed]))
-
     def welcome(self) -> Flow[tuple[str, ...]]:
-        """The reply to `hello`: what was reseeded.
+        """What a forked child says first, of itself: what was reseeded.
 
         Raises:
             CannotReseed: a seed was given and nothing could take it.
         """
         reply = yield None
-        if reply[0] != 1:
-            raise ProtocolError(f"{self.name} answered request {reply[0]!r} before the first")
+        if reply[0] != 0:
+            raise ProtocolError(f"{self.name} answered request {reply[0]!r} before there was one")
         if reply[1] != m.OK:
             self._fail(reply, m.HELLO)
-        self.reseeded = tuple(map(str, reply[2]))
+        self.reseeded = tuple(map(str, self._only(reply, list)))
         return self.reseeded
 
     def prepare(self, recipe: bytes) -> Flow[None]:
@@ -210,9 +212,7 @@ class Peer:
     def build(self) -> Flow[EnvironmentSpec]:
         """Call the factory that was prepared."""
         reply = yield from self.call(m.BUILD)
-        spec = reply[2]
-        if not isinstance(spec, EnvironmentSpec):
-            raise ProtocolError(f"{self.name} sent no spec")
+        spec: EnvironmentSpec = self._only(reply, EnvironmentSpec)
         self.spec = spec
         self.pure = spec.pure_step
         return spec
@@ -220,7 +220,8 @@ class Peer:
     def reset(self, seed: int | None, options: Mapping[str, Any] | None) -> Flow[tuple[State, Any]]:
         """Reset the environment."""
         reply = yield from self.call(m.RESET, seed, None if options is None else dict(options))
-        return self._state(reply[2]), reply[3]
+        state, info = self._only(reply, list, object)
+        return self._state(state), info
 
     def step(self, state: State, action: Any) -> Flow[StepResult]:
         """Take one step.
@@ -239,7 +240,7 @@ class Peer:
     def method(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flow[Any]:
         """Call another method of the environment."""
         reply = yield from self.call(m.CALL, name, list(args), dict(kwargs))
-        return reply[2]
+        return self._only(reply, object)
 
     def hidden(self, state: State) -> Flow[Any]:
         """The hidden part of `state`."""
@@ -248,25 +249,44 @@ class Peer:
         if state.hidden is not Hidden.IN_BRANCH:
             return state.hidden
         reply = yield from self.call(m.HIDDEN, self.instant_of(state))
-        return reply[2]
+        return self._only(reply, object)
 
     def fork(
         self,
         fds: tuple[int, ...],
         *,
+        seeds: Sequence[int | None],
         instant: int | None,
         collect: bool,
         allow_threads: bool,
-        late: Callable[[list[Any]], None],
+        late: Callable[[list[int]], None],
     ) -> Flow[Forked]:
-        """Fork as many children as there are descriptors; each answers on its own."""
-        reply = yield from self.call(m.FORK, len(fds), instant, collect, allow_threads, fds=fds, late=late)
-        try:
-            _, _, pids, first_handle, warnings, failure, at = reply
-        except ValueError as error:
-            raise ProtocolError(f"{self.name} sent a malformed answer to a fork") from error
-        self.instant = at
-        return Forked(pids, first_handle, warnings, failure, at)
+        """Fork a child for each descriptor and seed; each speaks on its own connection.
+
+        `late` is called with the pids if this flow is abandoned and the children were made after all.
+        """
+        count = len(seeds)
+        reply = yield from self.call(
+            m.FORK,
+            list(seeds),
+            instant,
+            collect,
+            allow_threads,
+            fds=fds,
+            late=lambda reply: late(self._forked(reply, count).pids),
+        )
+        forked = self._forked(reply, count)
+        self.instant = forked.instant
+        return forked
+
+    def _forked(self, reply: list[Any], count: int) -> Forked:
+        forked = Forked(*self._only(reply, list, int, list, object, int))
+        pids = forked.pids
+        if not all(type(pid) is int for pid in pids) or len(pids) > count:
+            raise ProtocolError(f"{self.name} sent pids that make no sense")
+        if forked.failure is None and len(pids) < count:
+            raise ProtocolError(f"{self.name} made {len(pids)} children of {count} and does not say why")
+        return forked
 
     def reseed(self, state: State, seed: int) -> Flow[tuple[State, list[str]]]:
         """The state of a pure environment with other random numbers ahead.
@@ -275,7 +295,8 @@ class Peer:
             CannotReseed: the environment has no `reseed(state, seed)`.
         """
         reply = yield from self.call(m.RESEED, self._whole(state), seed)
-        return self._state(reply[2]), reply[3]
+        state, named = self._only(reply, list, list)
+        return self._state(state), named
 
     def reseed_all(self, seed: int) -> Flow[tuple[str, ...]]:
         """Reseed what the process draws random numbers from, and tell what that was.
@@ -284,7 +305,7 @@ class Peer:
             CannotReseed: nothing could take the seed.
         """
         reply = yield from self.call(m.RESEED_ALL, seed)
-        self.reseeded = tuple(map(str, reply[2]))
+        self.reseeded = tuple(map(str, self._only(reply, list)))
         return self.reseeded
 
     def check(self, state: State) -> Flow[None]:
@@ -299,12 +320,13 @@ class Peer:
     def current(self) -> Flow[State]:
         """The newest state, for an agent that has lost track of it."""
         reply = yield from self.call(m.CURRENT)
-        return self._state(reply[2])
+        return self._state(self._only(reply, list))
 
     def history(self) -> Flow[bytes]:
         """The reset and the actions that led here, encoded."""
         reply = yield from self.call(m.HISTORY)
-        return bytes(reply[2])
+        history: bytes = self._only(reply, bytes)
+        return history
 
     def replay(self, history: bytes, expected: bytes | None) -> Flow[State]:
         """Reset and play `history` on the environment that was built.
@@ -313,7 +335,7 @@ class Peer:
             ReplayDiverged: it went another way than the recording.
         """
         reply = yield from self.call(m.REPLAY, history, expected)
-        return self._state(reply[2])
+        return self._state(self._only(reply, list))
 
     def close(self) -> Flow[None]:
         """Ask the environment to close itself."""
@@ -362,6 +384,8 @@ class Peer:
             instant, observation, step, episode_id, is_terminal, info, hidden = wire
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"{self.name} sent a malformed state") from error
+        if type(instant) is not int:
+            raise ProtocolError(f"{self.name} sent a state of no instant")
         self.instant = instant
         if hidden is None:
             hidden = Hidden.IN_BRANCH

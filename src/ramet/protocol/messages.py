@@ -39,7 +39,7 @@ __all__ = [
 
 # Requests to the process of an environment.
 DROP: Final = 0  # ids of handles that the agent has dropped (a notice)
-HELLO: Final = 1  # seed                           -> reseeded
+HELLO: Final = 1  # what a forked child says first, of itself: `[0, OK, reseeded]`, or a refusal
 PREPARE: Final = 2  # pickled recipe, limits       -> None           load the factory, build nothing
 BUILD: Final = 3  #                                -> spec           call the factory
 RESET: Final = 4  # seed, options                  -> state, info
@@ -47,7 +47,7 @@ STEP: Final = 5  # instant or state, action        -> state, reward, rewards, te
 CALL: Final = 6  # name, args, kwargs              -> value
 HIDDEN: Final = 7  # instant                       -> value
 FORK: Final = (
-    8  # count, instant, collect, allow_threads -> pids, first free handle, warnings, failure, instant
+    8  # seeds, instant, collect, allow_threads -> pids, first free handle, warnings, failure, instant
 )
 HISTORY: Final = 9  #                              -> encoded history
 REPLAY: Final = 10  # encoded history              -> state
@@ -69,16 +69,20 @@ def error_facts(error: RametError) -> list[Any]:
     return [type(error).__name__, list(map(str, error.args)), dict(error.__dict__)]
 
 
-def error_from_facts(facts: list[Any]) -> RametError:
+def error_from_facts(facts: Any) -> RametError:
     """The error that `error_facts` took apart.
 
     Raises:
         ProtocolError: there is no such error.
     """
+    if type(facts) is not list or [type(fact) for fact in facts] != [str, list, dict]:
+        raise ProtocolError("a malformed error came back")
     name, args, attributes = facts
-    cls = getattr(ramet.errors, str(name), None)
-    if not (isinstance(cls, type) and issubclass(cls, RametError) and isinstance(attributes, dict)):
-        raise ProtocolError(f"an unknown error came back: {name!r}")
+    cls = getattr(ramet.errors, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, RametError)):
+        raise ProtocolError(f"an unknown error came back: {name!r:.100}")
+    if not all(type(text) is str for text in (*args, *attributes)):
+        raise ProtocolError("a malformed error came back")
     error: RametError = cls.__new__(cls, *args)
     error.args = tuple(args)
     error.__dict__.update(attributes)

@@ -5,7 +5,7 @@ This module does no I/O and does not know which side it is on.
 
 from __future__ import annotations
 
-from ramet.errors import ProtocolError
+from ramet.errors import EncodeError, ProtocolError
 
 __all__ = ["MAX_FRAME", "FrameReader", "frame"]
 
@@ -19,10 +19,10 @@ def frame(payload: bytes) -> bytes:
     """Put the length before `payload`.
 
     Raises:
-        ProtocolError: the payload is larger than `MAX_FRAME`.
+        EncodeError: the payload is larger than `MAX_FRAME`.
     """
     if len(payload) > MAX_FRAME:
-        raise ProtocolError(f"a message of {len(payload)} bytes is over the cap of {MAX_FRAME}")
+        raise EncodeError("value", f"a message of {len(payload)} bytes is over the cap of {MAX_FRAME}")
     return len(payload).to_bytes(_HEADER) + payload
 
 

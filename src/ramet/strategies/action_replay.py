@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ramet.errors import CannotBranch
+from ramet.errors import BranchLost, CannotBranch, HostFailed, RametError
 from ramet.process.copies import Copy, Factory, Source
-from ramet.process.launch import LaunchOptions
+from ramet.process.launch import LaunchOptions, launch
 from ramet.process.link import Ended, Link, Plan, Talk
-from ramet.process.plans import END_WITHIN, discard, end, fork, start_blank
+from ramet.process.plans import END_WITHIN, discard, end, fork
 from ramet.process.recipe import Recipe
 from ramet.process.resident import observed
+from ramet.process.tree import Tree
 from ramet.protocol.codec import Codec
 from ramet.strategies.copies import Checkpoint
 from ramet.types import State
@@ -41,7 +42,9 @@ class ActionReplay:
         self._factory = factory
         self._options = options
         self._blocking = blocking
+        self._tree: Tree | None = None
         self._blank: Link | None = None
+        self._asked = False
 
     def checkpoint(
         self,
@@ -89,7 +92,7 @@ class ActionReplay:
             for link, seed in zip(links, seeds, strict=True):
                 copies.append((yield from self._replayed(link, history, expected, seed)))
         except BaseException:
-            discard(links)
+            yield from discard(links)
             raise
         return copies
 
@@ -102,15 +105,31 @@ class ActionReplay:
             if "state" in link.peer.reseeded:
                 state, _ = yield Talk(link, link.peer.reseed(state, seed))
         source = Source(spec, link=link, factory=self._factory, options=self._options)
-        return Copy(source, state, link.peer.reseeded)
+        return Copy(source, state, link.peer.reseeded, seed=seed)
 
     def _ready(self) -> Plan[Link]:
-        if self._blank is None or not self._blank.open:
-            self._blank = yield from start_blank(
-                self._recipe, self._options, f"factory {self._recipe.name}", blocking=self._blocking
-            )
-            self._blank.shared = True
-        return self._blank
+        """The process that has loaded the factory. Several tasks may come at once: the later queue behind the first."""
+        blank = self._blank
+        if blank is None or not blank.open:
+            if self._tree is None or self._tree.ended:
+                self._tree = launch(self._options, blocking=self._blocking)
+            blank = self._blank = self._tree.spawn(f"factory {self._recipe.name}")
+            blank.shared = True
+            self._asked = False
+        if not self._asked:
+            self._asked = True
+            try:
+                yield Talk(blank, blank.peer.prepare(self._recipe.data), self._options.start_timeout)
+            except RametError as error:
+                blank.shut(error)
+                yield from end([blank])
+                if isinstance(error, BranchLost):
+                    raise HostFailed(self._recipe.name, f"its process ended: {error.reason}") from error
+                raise
+            except BaseException:
+                self._asked = False  # cancelled: asking again does no harm
+                raise
+        return blank
 
     def release(self, checkpoint: Checkpoint) -> Plan[None]:
         """Nothing but bytes is held."""
@@ -118,11 +137,9 @@ class ActionReplay:
 
     def close(self) -> Plan[None]:
         """End the process that holds the factory."""
-        if self._blank is not None:
-            tree = self._blank.tree
-            yield from end([self._blank])
-            tree.finish()
-            yield Ended(tree, END_WITHIN)
+        if self._tree is not None:
+            self._tree.finish()
+            yield Ended(self._tree, END_WITHIN)
 
 
 def _recorded(link: Link, state: State) -> Plan[bytes]:

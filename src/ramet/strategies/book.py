@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ramet.errors import BranchClosed, UnknownCheckpoint
+from ramet.errors import BranchClosed, ForeignState, UnknownCheckpoint
 from ramet.lineage import Node
 from ramet.process.copies import Copy, Source
 from ramet.process.link import Link, Plan
@@ -25,6 +25,8 @@ class Entry:
     checkpoint: Checkpoint
     node: Node
     branches: set[Any] = field(default_factory=set)
+    making: int = 0  # calls that are making branches of it
+    released: bool = False
 
 
 class Book:
@@ -74,22 +76,45 @@ class Book:
     ) -> Plan[None]:
         """Make a checkpoint; one of the same name is replaced once the new one stands."""
         self.check()
-        made = yield from self.strategy.checkpoint(
-            name, source, state, actions=actions, reset_options=reset_options
-        )
+        try:
+            made = yield from self.strategy.checkpoint(
+                name, source, state, actions=actions, reset_options=reset_options
+            )
+        except ForeignState as error:
+            if state._ref is None:
+                raise
+            advice = f"to checkpoint {error.owner}, pass env= as well"
+            raise ForeignState(error.branch, error.owner, advice=advice) from None
+        if self.closed:
+            yield from self.strategy.release(made)
+            raise BranchClosed("the manager", what="was closed meanwhile")
         link = made.source.link
         pid = link.pid if link is not None and link is not source.link else 0
         node = parent.add("checkpoint", name, pid=pid, step=state.metadata.step)
         old = self._entries.get(name)
         self._entries[name] = Entry(name, made, node)
         if old is not None:
-            self._replaced.append(old)
+            self._replaced = [entry for entry in (*self._replaced, old) if entry.branches or entry.making]
             old.node.end("replaced")
             yield from self.strategy.release(old.checkpoint)
 
     def branch(self, entry: Entry, names: Sequence[str], seed: Seed) -> Plan[list[Copy]]:
-        """Make copies of a checkpoint."""
-        return (yield from self.strategy.branch(entry.checkpoint, names, draw_seeds(seed, len(names))))
+        """Make copies of a checkpoint.
+
+        Raises:
+            BranchClosed: it was released meanwhile; the copies have ended.
+        """
+        entry.making += 1
+        try:
+            copies = yield from self.strategy.branch(entry.checkpoint, names, draw_seeds(seed, len(names)))
+        finally:
+            entry.making -= 1
+        if entry.released:
+            yield from end(c.source.link for c in copies if c.source.link is not None and not c.shared)
+            if self.closed:
+                yield from self.strategy.close()
+            raise BranchClosed(f"checkpoint {entry.name!r}", what="was released while a branch was made")
+        return copies
 
     def take(self, name: str) -> Entry:
         """Remove a checkpoint from the book, to be released.
@@ -99,6 +124,7 @@ class Book:
         """
         entry = self.find(name)
         del self._entries[name]
+        entry.released = True
         return entry
 
     def take_all(self) -> list[Entry]:
@@ -107,6 +133,8 @@ class Book:
         self._entries.clear()
         self._replaced.clear()
         self.closed = True
+        for entry in entries:
+            entry.released = True
         return entries
 
     def release(self, entries: Iterable[Entry], links: Iterable[Link]) -> Plan[None]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ramet.errors import CannotBranch, CannotReseed
+from ramet.errors import CannotBranch, CannotReseed, text_of
 from ramet.process.copies import Copy, Source
 from ramet.process.link import Plan
 from ramet.process.reseed import reseed_held
@@ -53,7 +53,7 @@ class Clone:
                 state, reseeded = _reseeded(
                     env, state, seed, deterministic=checkpoint.source.spec.deterministic
                 )
-            copies.append(Copy(replace(checkpoint.source, env=env), state, reseeded))
+            copies.append(Copy(replace(checkpoint.source, env=env), state, reseeded, seed=seed))
         return copies
         yield
 
@@ -75,7 +75,7 @@ def _copied(env: Any, state: State) -> tuple[Any, State]:
     except Exception as error:
         raise CannotBranch(
             "clone",
-            f"the environment cannot be copied ({type(error).__name__}: {error})",
+            f"the environment cannot be copied ({type(error).__name__}: {text_of(error)})",
             instead="use strategy='process_fork', which copies any process",
         ) from error
 

@@ -43,7 +43,7 @@ class Direct:
             state, reseeded = checkpoint.state, ()
             if seed is not None:
                 state, reseeded = yield from _reseeded(checkpoint.source, state, seed)
-            copies.append(Copy(checkpoint.source, state, reseeded, shared=True))
+            copies.append(Copy(checkpoint.source, state, reseeded, shared=True, seed=seed))
         return copies
 
     def release(self, checkpoint: Checkpoint) -> Plan[None]:

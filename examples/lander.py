@@ -1,0 +1,1 @@
+../src/ramet/demo/lander.py

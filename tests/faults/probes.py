@@ -1,0 +1,261 @@
+"""The environments of the fault tests. They import little, so that their hosts start fast."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ramet.types import EnvironmentSpec, State, StateMetadata, StepResult
+
+
+class Counter:
+    """Adds up the actions that are numbers; `observe` turns the sum into an observation."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.steps = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[State, Mapping[str, Any]]:
+        self.total = self.steps = 0
+        return self.state(), {}
+
+    def step(self, state: State, action: Any) -> StepResult:
+        reward = self.act(action)
+        self.steps += 1
+        return StepResult(self.state(), reward)
+
+    def act(self, action: Any) -> float:
+        if isinstance(action, int):
+            self.total += action
+        return float(self.total)
+
+    def observe(self) -> Any:
+        return self.total
+
+    def state(self) -> State:
+        return State(self.observe(), metadata=StateMetadata(step=self.steps))
+
+    def where(self) -> int:
+        return os.getpid()
+
+    def descriptors(self) -> dict[int, str]:
+        found = {}
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            except OSError:  # the descriptor of the listing itself
+                continue
+        return found
+
+    def frozen(self) -> int:
+        return gc.get_freeze_count()
+
+
+class Pure(Counter):
+    """The state is all there is."""
+
+    spec = EnvironmentSpec("pure", pure_step=True)
+
+    def step(self, state: State, action: Any) -> StepResult:
+        after = state.observation + action
+        return StepResult(State(after, metadata=StateMetadata(step=state.metadata.step + 1)), float(after))
+
+
+class Cloneable(Counter):
+    """Can copy itself."""
+
+    spec = EnvironmentSpec("cloneable", supports_clone=True)
+
+    def clone(self) -> Cloneable:
+        twin = Cloneable()
+        twin.total, twin.steps = self.total, self.steps
+        return twin
+
+
+class Replayable(Counter):
+    """Says that its episodes can be played again."""
+
+    spec = EnvironmentSpec("replayable", deterministic=True, supports_seed=True)
+
+
+class Endless(Counter):
+    """A negative action never comes to an end."""
+
+    def act(self, action: Any) -> float:
+        while isinstance(action, int) and action < 0:
+            time.sleep(0.01)
+        return super().act(action)
+
+
+class Threaded(Counter):
+    """Has a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self.stop.wait, name="prefetcher", daemon=True)
+        self.thread.start()
+
+
+class Employer(Counter):
+    """Has a helper process that it talks to through a pipe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE)
+
+    def helper_pid(self) -> int:
+        return self.helper.pid
+
+
+def protocol_sockets() -> list[int]:
+    """The sockets of this process: in an environment's process that is the connection to the agent."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+class Compromised(Counter):
+    """Writes whatever it is told to the connection of its own process."""
+
+    def act(self, action: Any) -> float:
+        if isinstance(action, bytes):
+            for fd in protocol_sockets():
+                os.write(fd, action)
+        if action == "flood":
+            (fd,) = protocol_sockets()
+            while True:
+                os.write(fd, b"\x00\x00\x00\x03\x92\x07\x00" * 1000)
+        if action == "shut":
+            for fd in protocol_sockets():
+                os.close(fd)
+        return super().act(action)
+
+
+class Talkative(Counter):
+    """Prints as many bytes as it is told, in every way there is."""
+
+    def act(self, action: Any) -> float:
+        line = "x" * 99
+        for _ in range(action // 100):
+            print(line)  # noqa: T201  # what this class is for
+        os.write(1, b"raw\n")
+        os.write(2, b"raw error\n")
+        print("to stderr", file=sys.stderr)  # noqa: T201
+        subprocess.run(["echo", "from a subprocess"], check=True)
+        return super().act(action)
+
+
+class SlowToReseed(Counter):
+    """Reseeding takes until a file exists."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def reseed(self, seed: int) -> None:
+        while not os.path.exists(self.gate):
+            time.sleep(0.005)
+
+
+class SmallCap(Counter):
+    """Its process sends nothing over a megabyte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from ramet.protocol import wire
+
+        wire.MAX_FRAME = 1 << 20
+
+    def huge(self, size: int) -> bytes:
+        return bytes(size)
+
+
+class Unprintable(Exception):
+    """Neither its text nor its repr can be had, and it cannot be pickled."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+    def __reduce__(self) -> str:
+        raise TypeError("no pickle")
+
+
+class NotText(Exception):
+    def __str__(self) -> str:
+        return 7  # type: ignore[return-value]
+
+
+class Recursive(Exception):
+    def __str__(self) -> str:
+        return str(self)
+
+
+class Surrogate(Exception):
+    def __str__(self) -> str:
+        return "\ud800 and more"
+
+
+class Outcome(BaseException):
+    """Like the exceptions that test frameworks and event loops raise."""
+
+
+def picky(needed: object, *, name: str) -> Exception:
+    class Picky(Exception):
+        """A local class whose constructor takes what no unpickler would give it."""
+
+        def __init__(self, needed: object, *, name: str) -> None:
+            super().__init__()
+
+    return Picky(needed, name=name)
+
+
+def raise_unprintable() -> None:
+    raise Unprintable
+
+
+class Thrower(Counter):
+    """Raises what the action names."""
+
+    def act(self, action: Any) -> float:
+        errors: dict[str, Any] = {
+            "unprintable": Unprintable,
+            "not text": NotText,
+            "recursive": Recursive,
+            "surrogate": Surrogate,
+            "local class": lambda: picky(object(), name="x"),
+            "cause": lambda: ValueError("caused"),
+            "group": lambda: ExceptionGroup("several", [Unprintable(), ValueError("one")]),
+            "base exception": Outcome,
+            "keyboard interrupt": KeyboardInterrupt,
+            "generator exit": GeneratorExit,
+            "huge text": lambda: ValueError("x" * 1_000_000),
+            "unpicklable arguments": lambda: ValueError(threading.Lock(), lambda: None),
+        }
+        if action == "cause":
+            raise errors[action]() from Unprintable()
+        if action in errors:
+            raise errors[action]()
+        return super().act(action)
+
+
+class Unbuildable(Counter):
+    """Its constructor raises what cannot be printed."""
+
+    def __init__(self) -> None:
+        raise Unprintable
