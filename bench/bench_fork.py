@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import anyio
-from environments import Counter, private_dirty
+from environments import private_dirty
 from harness import LOOPS, Report, main, median_of
 
 import ramet

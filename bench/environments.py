@@ -113,7 +113,7 @@ class Counter:
         return memory
 
 
-def CartPole() -> Any:  # noqa: N802  (it stands where a class would)
+def CartPole() -> Any:
     """Gymnasium's CartPole, with the floor for the memory of a child."""
     from ramet.adapters.gymnasium import make_environment
 

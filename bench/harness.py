@@ -63,7 +63,8 @@ class Report:
     def show(self) -> bool:
         """Print the table and the JSON line; whether every bound was kept."""
         print(f"\n{self.title}\n{machine()}\n")
-        head = f"{'what':38} {'ratio min / median / max':>26} {'bound':>8}  {'ours':>10} {'other':>10} {'unit':8} against"
+        columns = f"{'what':38} {'ratio min / median / max':>26} {'bound':>8}"
+        head = f"{columns}  {'ours':>10} {'other':>10} {'unit':8} against"
         print(head + "\n" + "-" * len(head))
         for row in self.rows:
             ratio = " / ".join(f"{value:.2f}" for value in row["ratio"])

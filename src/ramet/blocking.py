@@ -103,7 +103,11 @@ def _drive(link: Link, flow: Flow[T]) -> T:
         wanted = flow.send(None)
         while True:
             try:
-                came = link.peer.decode(_receive(link)) if wanted is None else _send(link, wanted)
+                came = None
+                if wanted is None:
+                    came = link.peer.decode(_receive(link))
+                else:
+                    _send(link, wanted)
             except BaseException as error:
                 wanted = flow.throw(error)
             else:
@@ -143,9 +147,7 @@ def _send(link: Link, wanted: bytes | Post) -> None:
     except BaseException:
         if sent:
             link.tree.kill([link])
-            link.shut(
-                BranchLost(link.name, pid=link.pid, reason="interrupted while a request was half written")
-            )
+            link.shut(BranchLost(link.name, pid=link.pid, reason="interrupted while a request was half written"))
         raise
 
 
@@ -332,9 +334,7 @@ class BranchEnvironment:
             self._state = yield Talk(self._link, self._peer.current())
             self._certain = True
         state = State() if self._state is None else self._state
-        return (
-            yield from fork_live(self.source, state, branch_names("fork", count), draw_seeds(seed, count))
-        )
+        return (yield from fork_live(self.source, state, branch_names("fork", count), draw_seeds(seed, count)))
 
     def _own(self, copy: Copy, fork_time: float) -> BranchEnvironment:
         node = note_fork(self.node, "fork", copy, fork_time)
@@ -434,9 +434,7 @@ class BranchManager:
         keep_fds: Sequence[int] = (),
     ) -> BranchManager:
         """A manager for `env`; takes and raises what `ramet.BranchManager.create` does."""
-        options = LaunchOptions(
-            allow_pickle=allow_pickle, allow_threads=allow_threads, step_timeout=step_timeout
-        )
+        options = LaunchOptions(allow_pickle=allow_pickle, allow_threads=allow_threads, step_timeout=step_timeout)
         source, node = _source(env, options)
         factory = source.factory if env_factory is None else Factory(env_factory)
         wanted = strategy if strategy is not None or config is None else config.branching_strategy
@@ -505,7 +503,7 @@ class BranchManager:
     def __del__(self) -> None:
         book = getattr(self, "_book", None)
         if book is not None and not book.closed and book.names:
-            warnings.warn(f"{self!r} was dropped without being closed", ResourceWarning, source=self)
+            warnings.warn(f"{self!r} was dropped without being closed", ResourceWarning, 2, source=self)
 
     def _wrap(self, entry: Entry, copy: Copy, fork_time: float) -> Pair:
         node = note_fork(entry.node, "branch", copy, fork_time)

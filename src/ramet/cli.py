@@ -49,12 +49,8 @@ def _parser() -> argparse.ArgumentParser:
         help="land a lunar lander by forking the live simulator",
         description="Land a lunar lander by a beam search that forks the live simulator at every decision.",
     )
-    demo.add_argument(
-        "--seed", type=_natural, default=42, help="the seed of the episode (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--width", type=_positive, default=8, help="how many branches to keep (default: %(default)s)"
-    )
+    demo.add_argument("--seed", type=_natural, default=42, help="the seed of the episode (default: %(default)s)")
+    demo.add_argument("--width", type=_positive, default=8, help="how many branches to keep (default: %(default)s)")
     demo.add_argument("--plain", action="store_true", help="lines instead of a progress display")
     commands.add_parser(
         "doctor",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -75,12 +76,11 @@ async def _drive(link: Link, flow: Flow[T]) -> T:
         wanted = flow.send(None)
         while True:
             try:
+                came = None
                 if wanted is None:
-                    came: Any = link.peer.decode(await _receive(link))
-                else:
-                    came = _send_at_once(link, wanted)
-                    if came is not None:
-                        came = await _send_rest(link, wanted, came)
+                    came = link.peer.decode(await _receive(link))
+                elif (sent := _send_at_once(link, wanted)) is not None:
+                    await _send_rest(link, wanted, sent)
             except BaseException as error:
                 wanted = flow.throw(error)
             else:
@@ -100,7 +100,7 @@ async def _receive(link: Link) -> bytes:
         if port is not None:
             if not port.ready:
                 await port.wait()
-            port.ready = False
+            port.ready = port.ended
         try:
             data = link.sock.recv(_CHUNK)
         except BlockingIOError:
@@ -118,12 +118,9 @@ async def _receive(link: Link) -> bytes:
 
 def _send_at_once(link: Link, wanted: bytes | Post) -> int | None:
     """Write without waiting; `None` if all of it went, or else how many bytes did."""
-    data = wanted.data if isinstance(wanted, Post) else wanted
+    data, fds = (wanted.data, wanted.fds) if isinstance(wanted, Post) else (wanted, ())
     try:
-        if isinstance(wanted, Post):
-            sent = socket.send_fds(link.sock, [data], wanted.fds)
-        else:
-            sent = link.sock.send(data)
+        sent = socket.send_fds(link.sock, [data], fds) if fds else link.sock.send(data)
     except BlockingIOError:
         return 0
     except OSError:
@@ -132,29 +129,29 @@ def _send_at_once(link: Link, wanted: bytes | Post) -> int | None:
 
 
 async def _send_rest(link: Link, wanted: bytes | Post, sent: int) -> None:
-    data = wanted.data if isinstance(wanted, Post) else wanted
+    """Write what is left; the descriptors, if there are any, went with the first bytes."""
+    left: bytes | Post | None = wanted if sent == 0 else _bytes_of(wanted)[sent:]
+    begun = sent > 0
     try:
-        while sent < len(data):
+        while left is not None:
             await anyio.wait_writable(link.sock)
-            if sent == 0:
-                sent = (
-                    (_send_at_once(link, wanted) or 0) if isinstance(wanted, Post) else link.sock.send(data)
-                )
-            else:
-                sent += link.sock.send(data[sent:])
-    except BlockingIOError:
-        return await _send_rest(link, wanted, sent)
+            sent_now = _send_at_once(link, left)
+            if sent_now is None:
+                left = None
+            elif sent_now:
+                left, begun = _bytes_of(left)[sent_now:], True
     except (OSError, anyio.ClosedResourceError):
         raise EOFError from None
     except anyio.get_cancelled_exc_class():
-        if sent:
+        if begun:
+            reason = "a call was cancelled while its request was half written"
             link.tree.kill([link])
-            link.shut(
-                BranchLost(
-                    link.name, pid=link.pid, reason="a call was cancelled while its request was half written"
-                )
-            )
+            link.shut(BranchLost(link.name, pid=link.pid, reason=reason))
         raise
+
+
+def _bytes_of(wanted: bytes | Post) -> bytes:
+    return wanted.data if isinstance(wanted, Post) else wanted
 
 
 async def talk_all(talks: Sequence[tuple[Link, Flow[T]]]) -> list[T | Exception]:
@@ -343,9 +340,17 @@ def attach(tree: Tree) -> None:
 
 
 async def _ended(tree: Tree, timeout: float) -> bool:
-    with anyio.move_on_after(timeout):
-        while not tree.reap(0.0):
-            await anyio.sleep(0.001)
+    """Wait until the warden has ended, and reap it."""
+    if tree.reap(0.0):
+        return True
+    if not hasattr(os, "pidfd_open"):
+        return await anyio.to_thread.run_sync(tree.reap, timeout)
+    pidfd = os.pidfd_open(tree.pid)
+    try:
+        with anyio.move_on_after(timeout):
+            await anyio.wait_readable(pidfd)
+    finally:
+        os.close(pidfd)
     return tree.reap(0.0)
 
 
@@ -366,7 +371,7 @@ async def run(plan: Plan[T]) -> T:
         except StopIteration as stop:
             result: T = stop.value
             return result
-    raise AssertionError("a plan neither returned nor raised")
+    raise AssertionError("a cancel scope has swallowed what it did not begin")
 
 
 async def _do(step: Talk | Gone | Ended) -> Any:
@@ -382,3 +387,4 @@ async def shielded(plan: Plan[T]) -> T:
     """Run a plan that cleans up: to its end, even under cancellation; every wait in it is bounded."""
     with anyio.CancelScope(shield=True):
         return await run(plan)
+    raise AssertionError("a shield was cancelled")

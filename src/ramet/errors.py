@@ -79,9 +79,7 @@ class CannotBranch(RametError):
         self.strategy = strategy
         self.reason = reason
         self.instead = instead
-        subject = (
-            f"{strategy} cannot branch this environment" if strategy else "cannot branch this environment"
-        )
+        subject = f"{strategy} cannot branch this environment" if strategy else "cannot branch this environment"
         super().__init__(f"{subject}: {reason}" + (f"; {instead}" if instead else ""))
 
 

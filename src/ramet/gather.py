@@ -14,7 +14,7 @@ from ramet.protocol.flows import Flow
 from ramet.types import State, StepResult
 
 if TYPE_CHECKING:
-    import numpy
+    import numpy as np
 
 __all__ = ["Stacked", "step_all"]
 
@@ -36,10 +36,10 @@ class Stacked:
         results: what `step_all` gives without `stack`.
     """
 
-    observations: numpy.ndarray[Any, Any]
-    rewards: numpy.ndarray[Any, Any]
-    terminated: numpy.ndarray[Any, Any]
-    truncated: numpy.ndarray[Any, Any]
+    observations: np.ndarray[Any, Any]
+    rewards: np.ndarray[Any, Any]
+    terminated: np.ndarray[Any, Any]
+    truncated: np.ndarray[Any, Any]
     errors: dict[int, Exception]
     results: list[StepResult | Exception]
 
@@ -50,21 +50,19 @@ class Stacked:
         Raises:
             ValueError: they have not.
         """
-        import numpy
+        import numpy as np
 
         errors = {i: result for i, result in enumerate(results) if isinstance(result, Exception)}
         good = {i: result for i, result in enumerate(results) if isinstance(result, StepResult)}
-        seen = {i: numpy.asarray(result.next_state.observation) for i, result in good.items()}
-        like = next(iter(seen.values()), numpy.zeros(0))
-        rows = [seen.get(i, numpy.zeros_like(like)) for i in range(len(results))]
+        seen = {i: np.asarray(result.next_state.observation) for i, result in good.items()}
+        like = next(iter(seen.values()), np.zeros(0))
+        rows = [seen.get(i, np.zeros_like(like)) for i in range(len(results))]
 
-        def column(name: str, default: object) -> numpy.ndarray[Any, Any]:
-            return numpy.array(
-                [getattr(good[i], name) if i in good else default for i in range(len(results))]
-            )
+        def column(name: str, default: object) -> np.ndarray[Any, Any]:
+            return np.array([getattr(good[i], name) if i in good else default for i in range(len(results))])
 
         return cls(
-            numpy.stack(rows) if rows else like,
+            np.stack(rows) if rows else like,
             column("reward", float("nan")).astype(float),
             column("terminated", False).astype(bool),
             column("truncated", False).astype(bool),

@@ -12,6 +12,7 @@ import anyio
 import anyio.lowlevel
 
 from ramet.errors import (
+    BranchBusy,
     BranchClosed,
     CannotBranch,
     EnvironmentFailed,
@@ -74,6 +75,7 @@ class LocalEnvironment:
         self._state = state if state is None or self._pure else self._ours(state)
         self._yielded = 0.0
         self._closed = False
+        self._out = 0  # calls under way
 
     @property
     def unwrapped(self) -> Any:
@@ -105,6 +107,7 @@ class LocalEnvironment:
 
         Raises:
             EnvironmentFailed: its `step` raised; the environment stays usable.
+            BranchBusy: it is not pure, and another call is under way.
             StaleState: it is not pure, and has moved past `state`.
             ForeignState: `state` belongs to another branch.
         """
@@ -117,9 +120,7 @@ class LocalEnvironment:
             self._state = result.next_state
             return result
         self._state = self._ours(result.next_state)
-        return StepResult(
-            self._state, result.reward, result.rewards, result.terminated, result.truncated, result.info
-        )
+        return StepResult(self._state, result.reward, result.rewards, result.terminated, result.truncated, result.info)
 
     async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call another public method of the environment, or read a public attribute.
@@ -160,9 +161,7 @@ class LocalEnvironment:
         if self._state is None:
             raise CannotBranch("direct", "no state was seen yet", instead="call reset() first")
         if seed is not None:
-            raise CannotBranch(
-                "direct", "fork() cannot reseed here", instead="use mgr.branch(name, seed=...)"
-            )
+            raise CannotBranch("direct", "fork() cannot reseed here", instead="use mgr.branch(name, seed=...)")
         if n is None:
             return self, self._state
         return [(self, self._state) for _ in range(n)]
@@ -197,10 +196,16 @@ class LocalEnvironment:
     async def _run(self, method: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._closed:
             raise BranchClosed(self.name)
+        self._check_free()
+        self._out += 1
+        try:
+            return await self._call(method, function, args, kwargs)
+        finally:
+            self._out -= 1
+
+    async def _call(self, method: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = time.monotonic()
-        if (
-            now - self._yielded > _YIELD_EVERY
-        ):  # let the others run now and then, and a cancellation come through
+        if now - self._yielded > _YIELD_EVERY:  # let the others run now and then, and a cancellation come through
             self._yielded = now
             await anyio.lowlevel.checkpoint()
         else:
@@ -211,19 +216,19 @@ class LocalEnvironment:
         except RametError:
             raise
         except Exception as error:
-            raise EnvironmentFailed(
-                self.name, method, type_name=type_name(error), text=text_of(error)
-            ) from error
+            raise EnvironmentFailed(self.name, method, type_name=type_name(error), text=text_of(error)) from error
 
     def check(self, state: State, *, advice: str = "") -> None:
         """Whether the environment stands at `state`; a pure one stands anywhere.
 
         Raises:
+            BranchBusy: a call is under way in it, so it stands nowhere.
             ForeignState: `state` belongs to another branch.
             StaleState: the environment has moved past it.
         """
         if self._pure:
             return
+        self._check_free()
         ref = state._ref
         if ref is None:
             if self._owned:
@@ -234,6 +239,10 @@ class LocalEnvironment:
             raise ForeignState(self.name, ref.owner, advice=advice.format(owner=ref.owner))
         elif ref.instant != self._instant:
             raise StaleState(self.name, at=self._instant, state=ref.instant, step=state.metadata.step)
+
+    def _check_free(self) -> None:
+        if self._out and not self._pure:
+            raise BranchBusy(self.name)
 
     def _ours(self, state: State) -> State:
         ref = Ref(self._token, self._instant, self.name)

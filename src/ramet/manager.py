@@ -80,17 +80,13 @@ class BranchManager:
             CannotBranch: the strategy cannot serve this environment.
             InvalidEnvironment: `env` is no environment.
         """
-        options = LaunchOptions(
-            allow_pickle=allow_pickle, allow_threads=allow_threads, step_timeout=step_timeout
-        )
+        options = LaunchOptions(allow_pickle=allow_pickle, allow_threads=allow_threads, step_timeout=step_timeout)
         proxy, source, node = _source(env, options)
         factory = source.factory if env_factory is None else Factory(env_factory)
         wanted = strategy if strategy is not None or config is None else config.branching_strategy
         name = resolve(source, strategy=wanted, factory=factory)
         _check_loop(source, name)
-        book = Book(
-            make_strategy(name, factory=factory, options=source.options, keep_fds=keep_fds, blocking=False)
-        )
+        book = Book(make_strategy(name, factory=factory, options=source.options, keep_fds=keep_fds, blocking=False))
         return cls(proxy, book, node)
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -163,9 +159,7 @@ class BranchManager:
 
     def branches(self, name: str, n: int, *, seed: Seed = None) -> Pending[list[Pair]]:
         """`n` branches in one round trip, all or none; an integer seed gives each a seed of its own."""
-        return Pending(
-            partial(self._several, name, n, seed), self._end_pairs, call=f"mgr.branches({name!r}, {n})"
-        )
+        return Pending(partial(self._several, name, n, seed), self._end_pairs, call=f"mgr.branches({name!r}, {n})")
 
     @asynccontextmanager
     async def map(
@@ -194,14 +188,10 @@ class BranchManager:
         from ramet.mapping import mapped
 
         self._book.find(name)
-        async with mapped(
-            partial(self._rollout, function, name), n, limit=limit, ordered=ordered, seed=seed
-        ) as out:
+        async with mapped(partial(self._rollout, function, name), n, limit=limit, ordered=ordered, seed=seed) as out:
             yield out
 
-    async def _rollout(
-        self, function: Callable[[Any, State], Awaitable[T]], name: str, seed: int | None
-    ) -> T:
+    async def _rollout(self, function: Callable[[Any, State], Awaitable[T]], name: str, seed: int | None) -> T:
         async with self.branch(name, seed=seed) as (env, state):
             return await function(env, state)
 
@@ -244,9 +234,7 @@ class BranchManager:
         await self.aclose()
 
     def __enter__(self) -> None:
-        raise TypeError(
-            "this BranchManager is asynchronous: write `async with`, or use ramet.blocking.BranchManager"
-        )
+        raise TypeError("this BranchManager is asynchronous: write `async with`, or use ramet.blocking.BranchManager")
 
     def __exit__(self, *exc_info: object) -> None: ...
 
@@ -256,7 +244,7 @@ class BranchManager:
     def __del__(self) -> None:
         book = getattr(self, "_book", None)
         if book is not None and not book.closed and book.names:
-            warnings.warn(f"{self!r} was dropped without being closed", ResourceWarning, source=self)
+            warnings.warn(f"{self!r} was dropped without being closed", ResourceWarning, 2, source=self)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -318,10 +306,10 @@ def _source(env: Any, options: LaunchOptions) -> tuple[BranchEnvironment | Local
 
 def _check_loop(source: Source, strategy: str) -> None:
     """An async environment that stays in this process needs the loop that it was written for."""
-    if strategy in ("direct", "clone") and source.link is None and is_async(source.env):
-        if not source.spec.any_loop and running_on_trio():
-            raise CannotBranch(
-                strategy,
-                "it is an async environment of asyncio, and the agent runs trio",
-                instead="host it, `async with host(factory) as env`, or say spec.any_loop if it runs on both",
-            )
+    stays = strategy in ("direct", "clone") and source.link is None
+    if stays and is_async(source.env) and not source.spec.any_loop and running_on_trio():
+        raise CannotBranch(
+            strategy,
+            "it is an async environment of asyncio, and the agent runs trio",
+            instead="host it, `async with host(factory) as env`, or say spec.any_loop if it runs on both",
+        )

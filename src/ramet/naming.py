@@ -27,9 +27,7 @@ def note_fork(parent: Node, kind: Kind, copy: Copy, fork_time: float | None) -> 
     name = link.name if link is not None else branch_names(kind, 1)[0]
     pid = link.pid if link is not None and not copy.shared else 0
     step = copy.state.metadata.step
-    return parent.add(
-        kind, name, pid=pid, step=step, seed=copy.seed, fork_time=fork_time if pid else None
-    )
+    return parent.add(kind, name, pid=pid, step=step, seed=copy.seed, fork_time=fork_time if pid else None)
 
 
 def refuse_remote(spec: EnvironmentSpec) -> None:
@@ -42,7 +40,7 @@ def refuse_remote(spec: EnvironmentSpec) -> None:
         raise CannotBranch(
             "process_fork",
             f"the state of {spec.name} lives behind an address, and its copies would share it",
-            instead="use strategy='action_replay' if reset(seed=...) fixes the episode, or hold the server's app in process",
+            instead="use strategy='action_replay' if reset(seed=...) fixes the episode, or hold the server in process",
         )
 
 

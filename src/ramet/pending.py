@@ -25,9 +25,7 @@ class Pending(Generic[T]):
 
     __slots__ = ("_call", "_end", "_made", "_make", "_used")
 
-    def __init__(
-        self, make: Callable[[], Awaitable[T]], end: Callable[[T], Awaitable[None]], *, call: str
-    ) -> None:
+    def __init__(self, make: Callable[[], Awaitable[T]], end: Callable[[T], Awaitable[None]], *, call: str) -> None:
         self._make = make
         self._end = end
         self._call = call
@@ -50,9 +48,7 @@ class Pending(Generic[T]):
 
     def __enter__(self) -> NoReturn:
         self._used = True
-        raise TypeError(
-            f"{self._call} is asynchronous: write `async with {self._call} as ...`, or use ramet.blocking"
-        )
+        raise TypeError(f"{self._call} is asynchronous: write `async with {self._call} as ...`, or use ramet.blocking")
 
     def __exit__(self, *exc_info: object) -> None: ...
 

@@ -31,13 +31,15 @@ class Port:
 
     Attributes:
         ready: something may be there to read.
+        ended: the other side has closed; no more events will tell of what is left to read.
         waker: called, on the loop's thread, when something came.
     """
 
-    __slots__ = ("_fd", "_pump", "_sock", "ready", "waker")
+    __slots__ = ("_fd", "_pump", "_sock", "ended", "ready", "waker")
 
     def __init__(self, sock: socket.socket, pump: _Pump | None) -> None:
         self.ready = False
+        self.ended = False
         self.waker: Callable[[], object] | None = None
         self._sock = sock
         self._fd = sock.fileno()
@@ -92,10 +94,11 @@ class _Pump:
         if self.epoll.closed:
             return
         ports = self._ports
-        for fd, _ in self.epoll.poll(0, _MAX_EVENTS):
+        for fd, events in self.epoll.poll(0, _MAX_EVENTS):
             port = ports.get(fd)
             if port is not None:
                 port.ready = True
+                port.ended = events & select.EPOLLHUP != 0
                 if port.waker is not None:
                     port.waker()
 

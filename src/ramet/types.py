@@ -78,9 +78,7 @@ class Action:
         return cls(text=text)
 
     @classmethod
-    def from_tool_call(
-        cls, name: str, arguments: Mapping[str, Any] | None = None, *, id: str | None = None
-    ) -> Action:
+    def from_tool_call(cls, name: str, arguments: Mapping[str, Any] | None = None, *, id: str | None = None) -> Action:
         """An action that calls one tool."""
         return cls(tool_calls=(ToolCall(name, dict(arguments or {}), id),))
 
@@ -255,6 +253,5 @@ class EnvironmentConfig:
                 raise TypeError(f"{mapping} must be a mapping, got {getattr(self, mapping)!r}")
         if self.branching_strategy is not None and self.branching_strategy not in _STRATEGIES:
             raise ValueError(
-                f"branching_strategy must be one of {', '.join(_STRATEGIES)} or None,"
-                f" got {self.branching_strategy!r}"
+                f"branching_strategy must be one of {', '.join(_STRATEGIES)} or None, got {self.branching_strategy!r}"
             )

@@ -259,3 +259,155 @@ class Unbuildable(Counter):
 
     def __init__(self) -> None:
         raise Unprintable
+
+
+class Patient(Counter):
+    """The action 5 takes until a file exists."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def act(self, action: Any) -> float:
+        while action == 5 and not os.path.exists(self.gate):
+            time.sleep(0.005)
+        return super().act(action)
+
+
+class AsyncCounter(Counter):
+    """The same with coroutines."""
+
+    async def reset(  # type: ignore[override]
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[State, Mapping[str, Any]]:
+        return super().reset(seed=seed, options=options)
+
+    async def step(self, state: State, action: Any) -> StepResult:  # type: ignore[override]
+        reward = await self.work(action)
+        self.steps += 1
+        return StepResult(self.state(), reward)
+
+    async def work(self, action: Any) -> float:
+        return self.act(action)
+
+
+class AsyncPatient(AsyncCounter):
+    """The action 5 takes until it is let go."""
+
+    waiting = opened = False
+
+    async def work(self, action: Any) -> float:
+        import asyncio
+
+        while action == 5 and not self.opened:
+            self.waiting = True
+            await asyncio.sleep(0.005)
+        return self.act(action)
+
+
+class Tenant(Counter):
+    """Holds temporary things that vanish with their last reference, and has a `close()` that destroys."""
+
+    def __init__(self, log: str = "") -> None:
+        super().__init__()
+        import tempfile
+
+        class Folder(tempfile.TemporaryDirectory[str]):
+            """Of a class of its own."""
+
+        self.log = log
+        self.folder: Any = tempfile.TemporaryDirectory(prefix="ramet-tenant-")
+        self.own_folder: Any = Folder(prefix="ramet-tenant-")
+        self.file: Any = tempfile.NamedTemporaryFile(prefix="ramet-tenant-")  # noqa: SIM115
+        self.young: Any = None
+
+    def paths(self) -> list[str]:
+        return [self.folder.name, self.own_folder.name, self.file.name]
+
+    def drop(self) -> None:
+        self.folder = self.own_folder = self.file = None
+        gc.collect()
+
+    def reseed(self, seed: int) -> None:
+        self.drop()
+
+    def rent(self) -> str:
+        """A directory of the copy's own."""
+        import tempfile
+
+        self.young = tempfile.TemporaryDirectory(prefix="ramet-tenant-")
+        return str(self.young.name)
+
+    def leave(self) -> None:
+        self.young = None
+        gc.collect()
+
+    def close(self) -> None:
+        with open(self.log, "a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Keeper:
+    """Notes the process in which it is collected."""
+
+    def __init__(self, log: str) -> None:
+        self.log = log
+
+    def __del__(self) -> None:
+        with open(self.log, "a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Guarded(Counter):
+    """Holds an object with a destructor."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__()
+        self.keeper = Keeper(log)
+
+
+class Tools(AsyncCounter):
+    """Its tools run in worker threads, as blocking clients in async environments do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task: Any = None
+        self.release: Any = None
+
+    async def work(self, action: Any) -> float:
+        import asyncio
+
+        await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.001) for _ in range(4)))
+        async with asyncio.timeout(10):
+            return await asyncio.to_thread(self.act, action)
+
+    async def tool(self, value: int) -> int:
+        import asyncio
+
+        return await asyncio.to_thread(lambda: value * 2)
+
+    async def run_process(self) -> str:
+        import asyncio
+
+        process = await asyncio.create_subprocess_exec("echo", "hi", stdout=asyncio.subprocess.PIPE)
+        out, _ = await process.communicate()
+        return out.decode()
+
+    async def in_background(self) -> None:
+        import asyncio
+
+        self.task = asyncio.create_task(asyncio.sleep(3600), name="poller")
+
+    async def stop_background(self) -> None:
+        self.task.cancel()
+
+    async def busy_thread(self) -> None:
+        import asyncio
+
+        self.release = threading.Event()
+        self.task = asyncio.create_task(asyncio.to_thread(self.release.wait))
+        await asyncio.sleep(0)
+
+    async def idle_thread(self) -> None:
+        self.release.set()
+        await self.task

@@ -63,9 +63,7 @@ class NetHack:
 
     def reseed(self, seed: int) -> None:
         """Seed the running game."""
-        self._game.nethack.set_current_seeds(
-            core=seed % _LARGEST_SEED, disp=seed % _LARGEST_SEED, reseed=False
-        )
+        self._game.nethack.set_current_seeds(core=seed % _LARGEST_SEED, disp=seed % _LARGEST_SEED, reseed=False)
 
     @staticmethod
     def own(observation: dict[str, Any]) -> dict[str, Any]:

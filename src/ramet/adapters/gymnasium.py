@@ -39,9 +39,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("gymnasium", "numpy"):
         raise
-    raise ModuleNotFoundError(
-        'gymnasium is not installed: pip install "ramet[gymnasium]"', name=error.name
-    ) from None
+    raise ModuleNotFoundError('gymnasium is not installed: pip install "ramet[gymnasium]"', name=error.name) from None
 
 if TYPE_CHECKING:
     from ramet.adapters._nethack import NetHack
@@ -99,9 +97,7 @@ def _is_functional(target: Any) -> bool:
     return isinstance(target, FuncEnv) or (isinstance(target, type) and issubclass(target, FuncEnv))
 
 
-def _make_functional(
-    target: Any, reading: Mapping[str, Any], options: dict[str, Any]
-) -> FunctionalEnvironment:
+def _make_functional(target: Any, reading: Mapping[str, Any], options: dict[str, Any]) -> FunctionalEnvironment:
     max_steps = options.pop("max_steps", None)
     if isinstance(target, type):
         target = target(options=options)
@@ -136,15 +132,11 @@ class GymnasiumEnvironment:
         InvalidEnvironment: it is a vector environment, draws in a window, or is no `gymnasium.Env`.
     """
 
-    def __init__(
-        self, env: Any, *, actions: Mapping[str, Any] | None = None, check_actions: bool = True
-    ) -> None:
+    def __init__(self, env: Any, *, actions: Mapping[str, Any] | None = None, check_actions: bool = True) -> None:
         _refuse(env)
         self.env: gymnasium.Env[Any, Any] = env
         self.spec = _spec_of(env)
-        self._read = ActionReader(
-            env.action_space, name=self.spec.name, texts=actions or {}, check=check_actions
-        )
+        self._read = ActionReader(env.action_space, name=self.spec.name, texts=actions or {}, check=check_actions)
         self._episodes = 0
         self._steps = 0
         self._nethack: NetHack | None = None
@@ -388,9 +380,7 @@ class FunctionalEnvironment:
                 "observation_space": repr(env.observation_space),
             },
         )
-        self._read = ActionReader(
-            env.action_space, name=self.spec.name, texts=actions or {}, check=check_actions
-        )
+        self._read = ActionReader(env.action_space, name=self.spec.name, texts=actions or {}, check=check_actions)
         self._rng = np.random.default_rng()
 
     def reset(

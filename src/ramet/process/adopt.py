@@ -88,14 +88,13 @@ def _hazards(keep_fds: Sequence[int]) -> list[str]:
     texts = Safety().check(allow_threads=True, shared=keep_fds)  # the child lets go of every other socket
     if thread_count() > 1:
         others = [t for t in threading.enumerate() if t is not threading.main_thread()]
-        names = [t.name for t in others] + (
-            native_threads(others) if os.path.isdir("/proc/self/task") else []
-        )
-        texts = [
+        names = [t.name for t in others] + (native_threads(others) if os.path.isdir("/proc/self/task") else [])
+        text = (
             "this process is forked to checkpoint the environment that lives in it, and it has other threads"
             f" ({', '.join(names)}): a lock that one of them holds is held for ever in the copy. Let the environment"
             " live in a process of its own: `async with host(factory) as env`"
-        ]
+        )
+        texts = [text]
     return texts
 
 
@@ -127,9 +126,7 @@ def _live_on(
         with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
             faulthandler.enable()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        server = Server(
-            end, warden=os.getpid(), adopted=True, own=[control.fileno()], pickle=options.allow_pickle
-        )
+        server = Server(end, warden=os.getpid(), adopted=True, own=[control.fileno()], pickle=options.allow_pickle)
         server.adopt(env, state, instant=0)
         warden = Warden(control, server=server, pickle=options.allow_pickle)
         contextvars.Context().run(warden.run)

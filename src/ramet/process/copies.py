@@ -66,9 +66,7 @@ def state_of(link: Link, state: State) -> State:
     return link.peer.at(link.peer.instant, state)
 
 
-def fork_live(
-    source: Source, state: State, names: Sequence[str], seeds: Sequence[int | None]
-) -> Plan[list[Copy]]:
+def fork_live(source: Source, state: State, names: Sequence[str], seeds: Sequence[int | None]) -> Plan[list[Copy]]:
     """Fork a process where it stands.
 
     Args:

@@ -74,7 +74,7 @@ def launch(options: LaunchOptions, *, blocking: bool) -> Tree:
     Headroom().require(2)  # the warden and the host
     ours, theirs = socket_pair()
     arguments = [str(theirs.fileno()), str(int(options.allow_pickle)), *_path()]
-    command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", _BOOT, *arguments]
+    command = [sys.executable, *_interpreter_flags(), "-c", _BOOT, *arguments]
     try:
         with theirs, _output(options.output) as output:
             process = subprocess.Popen(
@@ -99,6 +99,12 @@ def launch(options: LaunchOptions, *, blocking: bool) -> Tree:
         allow_threads=options.allow_threads,
         step_timeout=options.step_timeout,
     )
+
+
+def _interpreter_flags() -> list[str]:
+    """The flags that the agent's interpreter was started with, such as `-X dev`."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
 
 
 def _path() -> list[str]:

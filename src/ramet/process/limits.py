@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ramet.errors import BranchLimitError
 from ramet.process.descriptors import MAX_FDS
+
+if sys.platform != "win32":
+    import resource
 
 __all__ = ["Headroom", "Limit", "limits", "no_room", "raise_descriptor_limit"]
 
@@ -134,9 +137,7 @@ def _processes() -> Iterator[Limit]:
         with open("/proc/loadavg") as file:
             total = int(file.read().split()[3].split("/")[1])
         yield Limit("kernel.pid_max", _number("/proc/sys/kernel/pid_max"), total, "raise it with sysctl")
-        yield Limit(
-            "kernel.threads-max", _number("/proc/sys/kernel/threads-max"), total, "raise it with sysctl"
-        )
+        yield Limit("kernel.threads-max", _number("/proc/sys/kernel/threads-max"), total, "raise it with sysctl")
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         if soft != resource.RLIM_INFINITY and os.getuid() != 0:
             # It bounds the threads of one user; they are counted only if those of all users come near.
@@ -154,9 +155,7 @@ def _memory() -> Iterator[Limit]:
         for line in file:
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024 - _RESERVE_MEMORY
-                yield Limit(
-                    "available memory in MiB", max(0, free // _MEMORY_EACH), 0, "a branch takes about 1 MiB"
-                )
+                yield Limit("available memory in MiB", max(0, free // _MEMORY_EACH), 0, "a branch takes about 1 MiB")
                 return
 
 

@@ -11,7 +11,6 @@ import secrets
 import socket
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ramet.errors import BranchLost, ForkSafetyWarning, HostFailed, RametError
 from ramet.process.descriptors import MAX_FDS
@@ -51,9 +50,7 @@ def _abandon(tree: Tree, factory: str, error: BaseException) -> Plan[None]:
     tree.finish()
     yield Ended(tree, END_WITHIN)
     if isinstance(error, BranchLost):
-        raise HostFailed(
-            factory, f"its process ended while the environment was built: {error.reason}"
-        ) from error
+        raise HostFailed(factory, f"its process ended while the environment was built: {error.reason}") from error
 
 
 def fork(

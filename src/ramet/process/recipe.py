@@ -51,34 +51,33 @@ class Recipe:
         """
         if isinstance(factory, str):
             factory = _named(factory)
-        elif not callable(factory):
-            hint = (
-                "pass its class, or a function that makes it"
-                if hasattr(factory, "step")
-                else "pass a callable"
-            )
-            raise InvalidEnvironment(
-                f"a factory is a callable or a 'module:attr' string, got {type(factory).__name__}: {hint}"
-                " (for an object that lives in this process already, use BranchManager.create(env))"
-            )
+        _check_callable(factory)
         name = factory_name(factory)
         try:
             payload = cloudpickle.dumps((factory, args, dict(kwargs or {}), _main_classes()))
         except Exception as error:
             raise HostFailed(
                 name,
-                f"it cannot be pickled ({type(error).__name__}: {text_of(error)}): keep locks, files and connections out of"
-                " the factory's closure and arguments and make them inside it, or name it as 'module:attr'",
+                f"it cannot be pickled ({type(error).__name__}: {text_of(error)}): make locks, files and connections"
+                " inside the factory instead of its closure and arguments, or name it as 'module:attr'",
             ) from error
         return cls(name, pickle.dumps((name, payload)))
+
+
+def _check_callable(factory: object) -> None:
+    if callable(factory) or isinstance(factory, str):
+        return
+    hint = "pass its class, or a function that makes it" if hasattr(factory, "step") else "pass a callable"
+    raise InvalidEnvironment(
+        f"a factory is a callable or a 'module:attr' string, got {type(factory).__name__}: {hint}"
+        " (for an object that lives in this process already, use BranchManager.create(env))"
+    )
 
 
 def _named(name: str) -> str | Callable[..., Any]:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
-        raise InvalidEnvironment(
-            f"a factory's name is 'module:attr', such as 'mypkg.envs:WebShop'; got {name!r}"
-        )
+        raise InvalidEnvironment(f"a factory's name is 'module:attr', such as 'mypkg.envs:WebShop'; got {name!r}")
     if module != "__main__":
         return name
     found: Any = sys.modules["__main__"]

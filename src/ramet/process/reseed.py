@@ -50,9 +50,7 @@ def _draws_from_globals(env: Any) -> bool:
     for _, holder in _holders(env):
         for cls in type(holder).__mro__[:-1]:
             module = vars(sys.modules.get(cls.__module__, cls))
-            if random in module.values() or any(
-                _mentions_random(f) for f in (*vars(cls).values(), *module.values())
-            ):
+            if random in module.values() or any(_mentions_random(f) for f in (*vars(cls).values(), *module.values())):
                 return True
     return False
 
@@ -99,9 +97,7 @@ def _holders(env: Any) -> Iterator[tuple[str, Any]]:
             continue
         seen.add(id(holder))
         yield path, holder
-        waiting += [
-            (f"{path}.{name}", inner) for name in _INNER if (inner := _attribute(holder, name)) is not None
-        ]
+        waiting += [(f"{path}.{name}", inner) for name in _INNER if (inner := _attribute(holder, name)) is not None]
 
 
 def _attribute(holder: Any, name: str) -> Any:

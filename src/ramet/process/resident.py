@@ -56,9 +56,7 @@ class Handles:
         try:
             return self._kept[id]
         except KeyError:
-            raise EncodeError(
-                f"<Handle of {type_name}: {text}>", "the branch has let this value go"
-            ) from None
+            raise EncodeError(f"<Handle of {type_name}: {text}>", "the branch has let this value go") from None
 
     def drop(self, ids: list[int]) -> None:
         """Let the values go that the agent holds no handle of any more."""
@@ -171,9 +169,7 @@ class Resident:
                 raise InvalidEnvironment(f"step() must return a StepResult, got {_kind(result)}")
         if not self.pure:
             self.state = result.next_state
-            self.steps.append(
-                (self.codec.encode(action) if encoded is None else encoded, self._sum_result(result))
-            )
+            self.steps.append((self.codec.encode(action) if encoded is None else encoded, self._sum_result(result)))
         self.instant += 1
         return result
 
@@ -208,9 +204,7 @@ class Resident:
     def history(self) -> bytes:
         """The reset and the steps that led to the newest state, encoded."""
         if not self.reset_with:
-            raise CannotBranch(
-                "action_replay", "the environment was not reset here, so there is nothing to replay"
-            )
+            raise CannotBranch("action_replay", "the environment was not reset here, so there is nothing to replay")
         return self.codec.encode([self.reset_with, self.reset_sum, [list(step) for step in self.steps]])
 
     def replay(self, history: bytes, expected: bytes | None) -> State:

@@ -6,7 +6,6 @@ threads, one `fstat` for each descriptor.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import io
 import os
@@ -18,6 +17,9 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ramet.errors import CannotBranch
+
+if sys.platform != "win32":
+    import fcntl
 
 if TYPE_CHECKING:
     import threading
@@ -101,9 +103,7 @@ class Safety:
         if python:
             yield from self._once(f"Python threads do not exist in the children: {_names(python)}")
         if thread_count() > 1 + len(python):
-            yield from self._once(
-                f"native threads do not exist in the children: {', '.join(native_threads(python))}"
-            )
+            yield from self._once(f"native threads do not exist in the children: {', '.join(native_threads(python))}")
 
     def _look_at(self, files: _Files, shared: set[int]) -> list[str]:
         warnings: list[str] = []
@@ -120,8 +120,7 @@ class Safety:
             peers = connected_sockets(shared)
             if peers:
                 warnings.append(
-                    "the environment's process has open connections, which its copies would share: "
-                    + ", ".join(peers)
+                    "the environment's process has open connections, which its copies would share: " + ", ".join(peers)
                 )
         self._writers = list(_find_writers(files))
         self._files = files

@@ -70,9 +70,7 @@ class Server:
 
     def _new_codec(self, classes: Any) -> Codec:
         handles = self._handles
-        return Codec(
-            allow_pickle=self._pickle, classes=classes, export=handles.export, resolve=handles.resolve
-        )
+        return Codec(allow_pickle=self._pickle, classes=classes, export=handles.export, resolve=handles.resolve)
 
     def adopt(self, env: Any, state: Any, instant: int) -> None:
         """Take an environment that lives in this process already."""
@@ -91,6 +89,8 @@ class Server:
             code = 0  # the agent went away before it had our answer
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if error.code is not code and error.code is not None:
+                print(error.code, file=sys.stderr)  # noqa: T201 - as Python does at its own exit
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:

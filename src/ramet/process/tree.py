@@ -222,7 +222,7 @@ class Tree:
 
     def __del__(self) -> None:
         if not self.ended:
-            warnings.warn("a host or manager was dropped without being closed", ResourceWarning, source=self)
+            warnings.warn("a host or manager was dropped without being closed", ResourceWarning, 2, source=self)
             self.finish()
         self.reap(1.0)
 

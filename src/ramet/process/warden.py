@@ -72,7 +72,9 @@ class Warden:
         self._acknowledged = 0
         control.setblocking(False)
         become_subreaper()
-        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_in, self._wake_out = os.pipe()
+        os.set_blocking(self._wake_in, False)
+        os.set_blocking(self._wake_out, False)
         signal.signal(signal.SIGCHLD, _ignore)
         signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
 
@@ -135,8 +137,18 @@ class Warden:
     def _kill(self, pids: list[int]) -> None:
         for pid in pids:
             # A pid whose death the agent has not heard of yet may be another process by now.
-            if pid not in self._deaths and is_child(pid):
+            if sys.platform != "linux":
+                self._kill_stranger(pid)
+            elif pid not in self._deaths and is_child(pid):
                 kill_family(pid)
+
+    def _kill_stranger(self, pid: int) -> None:
+        """Without a subreaper a branch is nobody's child here, and its exit status is not known."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        if pid not in self._groups:
+            self._deaths.append(pid)
+            self._tell(pid, int(signal.SIGKILL))
 
     def _spawn(self) -> None:
         end = self._fds.pop(0)

@@ -13,8 +13,10 @@ went wrong (end of file, cancellation); the flow notes that an answer may still 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ramet.errors import EnvironmentFailed, ForeignState, ProtocolError, StaleState
@@ -80,9 +82,11 @@ class Peer:
     """The agent's half of the conversation with one process."""
 
     __slots__ = (
+        "__weakref__",
         "_answered",
         "_codec",
         "_dropped",
+        "_heirs",
         "_late",
         "_number",
         "instant",
@@ -110,6 +114,7 @@ class Peer:
         self._answered = 0
         self._late: dict[int, Callable[[list[Any]], None]] = {}
         self._dropped: list[int] = []
+        self._heirs: weakref.WeakSet[Peer] = weakref.WeakSet()
 
     def descend(self, parent: Peer, *, instant: int, first_handle: int) -> None:
         """Take over what a child shares with the parent that it was forked from at `instant`."""
@@ -117,6 +122,7 @@ class Peer:
         here = Ref(parent.token, instant, parent.name)
         self.origins = frozenset({here, *(ref for ref in parent.origins if ref.instant == instant)})
         self.line = {**parent.line, parent.token: first_handle}
+        parent._heirs.add(self)
 
     # -- one request, one reply ------------------------------------------------------------------
 
@@ -417,7 +423,14 @@ class Peer:
         )
 
     def _resolve(self, id: int, type_name: str, text: str) -> Handle:
-        return Handle(id, type_name, text, owner=self.token, drop=self._dropped.append)
+        return Handle(id, type_name, text, owner=self.token, drop=partial(self._drop, self.token))
+
+    def _drop(self, owner: int, id: int) -> None:
+        """Note that a value can be let go, here and in every process that was forked while it was kept."""
+        self._dropped.append(id)
+        for heir in list(self._heirs):
+            if id < heir.line.get(owner, 0):
+                heir._drop(owner, id)
 
     def _drop_notice(self) -> bytes:
         ids, self._dropped[:] = self._dropped[:], ()

@@ -46,9 +46,7 @@ RESET: Final = 4  # seed, options                  -> state, info
 STEP: Final = 5  # instant or state, action        -> state, reward, rewards, terminated, truncated, info
 CALL: Final = 6  # name, args, kwargs              -> value
 HIDDEN: Final = 7  # instant                       -> value
-FORK: Final = (
-    8  # seeds, instant, collect, allow_threads -> pids, first free handle, warnings, failure, instant
-)
+FORK: Final = 8  # seeds, instant, collect, allow_threads -> pids, first free handle, warnings, failure, instant
 HISTORY: Final = 9  #                              -> encoded history
 REPLAY: Final = 10  # encoded history              -> state
 CLOSE: Final = 11  #                               -> None           call env.close()

@@ -106,9 +106,7 @@ def _refusal(source: Source, name: StrategyName, factory: Factory | None) -> str
 
 
 def _instead(source: Source, name: StrategyName, factory: Factory | None) -> str:
-    others = [
-        other for other in _candidates(source) if other != name and not _refusal(source, other, factory)
-    ]
+    others = [other for other in _candidates(source) if other != name and not _refusal(source, other, factory)]
     if others:
         return f"use strategy={others[0]!r}"
     if name == "action_replay" or factory is None:

@@ -69,15 +69,13 @@ class ActionReplay:
             raise CannotBranch(
                 self.name,
                 f"the actions that led to step {state.metadata.step} are not known",
-                instead="pass actions=(...) and reset_options={'seed': ...} to checkpoint(), or use host(), which records",
+                instead="pass actions=(...) and reset_options={'seed': ...} to checkpoint(), or host it",
             )
         else:
             history = _packed(actions or (), reset_options)
         return Checkpoint(replace(source), state, (history, observed(state.observation)))
 
-    def branch(
-        self, checkpoint: Checkpoint, names: Sequence[str], seeds: Sequence[int | None]
-    ) -> Plan[list[Copy]]:
+    def branch(self, checkpoint: Checkpoint, names: Sequence[str], seeds: Sequence[int | None]) -> Plan[list[Copy]]:
         """Build, reset and replay once for each name.
 
         Raises:

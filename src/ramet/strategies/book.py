@@ -1,4 +1,4 @@
-"""The bookkeeping of a manager: names, checkpoints, their branches, who ends what. Without I/O, for both managers."""
+"""The bookkeeping of both managers, without I/O: names, checkpoints, their branches, who ends what."""
 
 from __future__ import annotations
 

@@ -37,25 +37,21 @@ class Clone:
         Raises:
             CannotBranch: the copy failed.
         """
+        yield from ()
         env, state = _copied(source.env, state)
         return Checkpoint(replace(source, env=env), state)
-        yield
 
-    def branch(
-        self, checkpoint: Checkpoint, names: Sequence[str], seeds: Sequence[int | None]
-    ) -> Plan[list[Copy]]:
+    def branch(self, checkpoint: Checkpoint, names: Sequence[str], seeds: Sequence[int | None]) -> Plan[list[Copy]]:
         """Copy the kept copy once for each name."""
+        yield from ()
         copies = []
         for seed in seeds:
             env, state = _copied(checkpoint.source.env, checkpoint.state)
             reseeded: tuple[str, ...] = ()
             if seed is not None:
-                state, reseeded = _reseeded(
-                    env, state, seed, deterministic=checkpoint.source.spec.deterministic
-                )
+                state, reseeded = _reseeded(env, state, seed, deterministic=checkpoint.source.spec.deterministic)
             copies.append(Copy(replace(checkpoint.source, env=env), state, reseeded, seed=seed))
         return copies
-        yield
 
     def release(self, checkpoint: Checkpoint) -> Plan[None]:
         """The collector takes it."""
@@ -71,7 +67,7 @@ def _copied(env: Any, state: State) -> tuple[Any, State]:
         if callable(clone := getattr(env, "clone", None)):
             return clone(), state
         # One memo, so that what the state and the environment share they share in the copy too.
-        return copy.deepcopy((env, state))  # type: ignore[no-any-return]
+        return copy.deepcopy((env, state))
     except Exception as error:
         raise CannotBranch(
             "clone",
@@ -92,6 +88,6 @@ def _reseeded(env: Any, state: State, seed: int, *, deterministic: bool) -> tupl
         raise CannotReseed(
             "clone",
             "a seed was asked for, and the copy holds no generator of its own",
-            instead="add reseed(seed) to the environment, or use strategy='process_fork', which reseeds global ones",
+            instead="add reseed(seed) to the environment, or use strategy='process_fork', for global ones",
         )
     return state, held

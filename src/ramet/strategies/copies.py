@@ -45,9 +45,7 @@ class Strategy(Protocol):
         """Keep an instant."""
         ...
 
-    def branch(
-        self, checkpoint: Checkpoint, names: Sequence[str], seeds: Sequence[int | None]
-    ) -> Plan[list[Copy]]:
+    def branch(self, checkpoint: Checkpoint, names: Sequence[str], seeds: Sequence[int | None]) -> Plan[list[Copy]]:
         """Make one copy for each name; all of them or none."""
         ...
 

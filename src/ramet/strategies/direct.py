@@ -31,16 +31,15 @@ class Direct:
         """Keep the state."""
         if source.link is not None:
             source.link.shared = True
+        yield from ()
         return Checkpoint(source, state)
-        yield
 
-    def branch(
-        self, checkpoint: Checkpoint, names: Sequence[str], seeds: Sequence[int | None]
-    ) -> Plan[list[Copy]]:
+    def branch(self, checkpoint: Checkpoint, names: Sequence[str], seeds: Sequence[int | None]) -> Plan[list[Copy]]:
         """Give the state out again, reseeded by the environment's own `reseed(state, seed)` if asked for."""
         copies = []
         for seed in seeds:
-            state, reseeded = checkpoint.state, ()
+            state = checkpoint.state
+            reseeded: tuple[str, ...] = ()
             if seed is not None:
                 state, reseeded = yield from _reseeded(checkpoint.source, state, seed)
             copies.append(Copy(checkpoint.source, state, reseeded, shared=True, seed=seed))
@@ -66,5 +65,5 @@ def _reseeded(source: Source, state: State, seed: int) -> Plan[tuple[State, tupl
     raise CannotReseed(
         "direct",
         "a seed was asked for, and the environment has no reseed(state, seed)",
-        instead="add that method, or use strategy='process_fork', which reseeds generators in a process of their own",
+        instead="add that method, or use strategy='process_fork', which reseeds the generators of a process",
     )

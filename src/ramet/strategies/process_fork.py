@@ -67,9 +67,7 @@ class ProcessFork:
         kept = state_of(link, state)
         return Checkpoint(replace(source, link=link, env=None), kept)
 
-    def branch(
-        self, checkpoint: Checkpoint, names: Sequence[str], seeds: Sequence[int | None]
-    ) -> Plan[list[Copy]]:
+    def branch(self, checkpoint: Checkpoint, names: Sequence[str], seeds: Sequence[int | None]) -> Plan[list[Copy]]:
         """Fork the frozen process once for each name."""
         return (yield from fork_live(checkpoint.source, checkpoint.state, names, seeds))
 
