@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 __all__ = ["Check", "examine", "report"]
 
 Status = Literal["ok", "note", "problem"]
 
-_LOWEST = (3, 11)
 _FEW = 100
+_WIDTH = 23
 _PROBE_TIMEOUT = 10.0
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _MS_REC, _MS_PRIVATE = 0x4000, 1 << 18
@@ -60,6 +60,7 @@ def examine() -> Iterator[Check]:
     if sys.platform == "linux":
         yield _sibling()
         yield from _limits()
+        yield _overcommit()
         yield _huge_pages()
         yield _user_namespaces()
         yield _overlay()
@@ -72,11 +73,12 @@ def report(checks: Iterable[Check]) -> Iterator[str]:
     problems = 0
     for check in checks:
         problems += check.status == "problem"
-        yield f"{check.status:<8} {check.name:<16} {check.found}"
+        yield f"{check.status:<8} {check.name:<{_WIDTH}} {check.found}"
         if check.advice:
-            yield f"{'':<25} → {check.advice}"
+            yield f"{'':<{_WIDTH + 9}} → {check.advice}"
     yield ""
-    yield f"{problems} problems: ramet cannot fork here" if problems else "ramet can fork here"
+    plural = "" if problems == 1 else "s"
+    yield f"{problems} problem{plural}: ramet cannot fork here" if problems else "ramet can fork here"
 
 
 # -- the interpreter and the system --------------------------------------------------------------
@@ -84,18 +86,19 @@ def report(checks: Iterable[Check]) -> Iterator[str]:
 
 def _python() -> Check:
     found = f"{platform.python_implementation()} {platform.python_version()}"
-    if sys.version_info < _LOWEST or sys.implementation.name != "cpython":
+    if sys.implementation.name != "cpython":
         return Check("Python", "problem", found, "use CPython 3.11 or later")
     return Check("Python", "ok", found)
 
 
 def _system() -> Check:
     found = f"{platform.system()} {platform.release()} {platform.machine()}"
-    if sys.platform == "linux":
-        return Check("system", "ok", found)
-    if hasattr(os, "fork"):
+    name = platform.system()
+    if name == "Windows":
+        return Check("system", "problem", found, "there is no fork here: only direct and clone work")
+    if name != "Linux":
         return Check("system", "note", found, "only Linux is tested; here a killed agent may leave processes")
-    return Check("system", "problem", found, "there is no fork here: only direct and clone work")
+    return Check("system", "ok", found)
 
 
 def _fork() -> Check:
@@ -111,22 +114,21 @@ def _sibling() -> Check:
     """Whether a child can make a child of ours, which is how branches are made."""
     from ramet.process import fork
 
-    trouble = _in_child(lambda: _make_sibling() if fork.sibling_works() else "not on this architecture")
-    if trouble:
-        return Check("CLONE_PARENT", "note", trouble, "branches are forked twice instead, at twice the cost")
-    return Check("CLONE_PARENT", "ok", "branches are forked once")
+    answer = _in_child(_make_sibling) if fork.sibling_works() else "not on this architecture"
+    if answer.isdigit():
+        with contextlib.suppress(ChildProcessError):  # it was another's after all
+            os.waitpid(int(answer), 0)
+            return Check("CLONE_PARENT", "ok", "branches are forked once")
+    return Check("CLONE_PARENT", "note", answer, "branches are forked twice instead, at twice the cost")
 
 
 def _make_sibling() -> str:
     from ramet.process import fork
 
-    parent = os.getppid()
-    reader, writer = os.pipe()
-    if fork.sibling() == 0:
-        os.write(writer, str(os.getppid()).encode())
+    pid = fork.sibling()
+    if pid == 0:
         os._exit(0)
-    os.close(writer)
-    return "" if os.read(reader, 32) == str(parent).encode() else "the child has another parent"
+    return str(pid)
 
 
 def _in_child(probe: Callable[[], str]) -> str:
@@ -135,37 +137,34 @@ def _in_child(probe: Callable[[], str]) -> str:
     try:
         child = os.fork()
     except OSError as error:
-        os.close(reader)
         os.close(writer)
+        os.close(reader)
         return error.strerror or str(error)
     if child == 0:
-        _probe_and_leave(probe, writer)
+        _say_and_leave(probe, writer)
     os.close(writer)
-    try:
-        if not select.select([reader], [], [], _PROBE_TIMEOUT)[0]:
-            os.kill(child, signal.SIGKILL)
-            return f"no answer within {_PROBE_TIMEOUT:.0f} s"
-        return os.read(reader, 4096).decode(errors="replace").removeprefix("\n")
-    finally:
-        os.close(reader)
-        _reap(child)
+    answered = bool(select.select([reader], [], [], _PROBE_TIMEOUT)[0])
+    if not answered:
+        os.kill(child, signal.SIGKILL)
+    said = os.read(reader, 4096).decode(errors="replace")
+    os.close(reader)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not answered:
+        return f"no answer within {_PROBE_TIMEOUT:g} s"
+    return said[1:] if said else f"the child ended with status {status}"
 
 
-def _probe_and_leave(probe: Callable[[], str], writer: int) -> None:
-    text = "it failed"
+def _say_and_leave(probe: Callable[[], str], writer: int) -> NoReturn:
+    text = ""
     try:
         text = probe()
     except OSError as error:
         text = error.strerror or str(error)
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
     finally:
-        os.write(writer, f"\n{text}".encode())  # never empty: an empty read is the end of a child that died
+        os.write(writer, f":{text}".encode())  # never empty, as is the end of a child that died
         os._exit(0)
-
-
-def _reap(child: int) -> None:
-    """Wait for the child, and for one that it made ours."""
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(child, 0)
 
 
 # -- limits --------------------------------------------------------------------------------------
@@ -188,6 +187,13 @@ def _limits() -> Iterator[Check]:
 # -- memory --------------------------------------------------------------------------------------
 
 
+def _overcommit() -> Check:
+    if _text("/proc/sys/vm/overcommit_memory") == "2":
+        advice = "`sysctl vm.overcommit_memory=0`, or forks of a large heap fail although they copy nothing"
+        return Check("overcommit", "note", "every fork must be able to copy the whole heap", advice)
+    return Check("overcommit", "ok", "a fork needs memory for what it changes only")
+
+
 def _huge_pages() -> Check:
     chosen = _chosen("/sys/kernel/mm/transparent_hugepage/enabled")
     collapse = _kernel() >= _COLLAPSE_SINCE
@@ -202,9 +208,14 @@ def _huge_pages() -> Check:
 
 def _chosen(path: str) -> str:
     """The word in brackets, as in `always [madvise] never`."""
-    with contextlib.suppress(OSError):
-        return Path(path).read_text().partition("[")[2].partition("]")[0]
-    return ""
+    return _text(path).partition("[")[2].partition("]")[0]
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
 
 
 def _kernel() -> tuple[int, ...]:
@@ -233,10 +244,8 @@ def _namespace_advice() -> str:
         ("kernel.apparmor_restrict_unprivileged_userns", "1"),
         ("user.max_user_namespaces", "0"),
     ):
-        with contextlib.suppress(OSError):
-            value = Path("/proc/sys", *name.split(".")).read_text().strip()
-            if value == bad:
-                return f"the setting {name} is {value}"
+        if _text(f"/proc/sys/{name.replace('.', '/')}") == bad:
+            return f"the setting {name} is {bad}"
     return "a container's seccomp profile may forbid them"
 
 

@@ -316,19 +316,23 @@ async def _wait(tree: Tree, links: tuple[Link, ...], timeout: float) -> None:
     """Wait until the warden has reaped these processes."""
     attach(tree)
     tree.pull()
+    left = [link for link in links if not link.gone]
+    if not left or tree.ended:
+        return
     event = anyio.Event()
 
-    def look() -> None:
-        if tree.ended or all(link.gone for link in links):
+    missing = len(left)
+
+    def count() -> None:
+        nonlocal missing
+        missing -= 1
+        if missing == 0:
             event.set()
 
-    tree.watchers.append(look)
-    try:
-        look()
-        with anyio.move_on_after(timeout):
-            await event.wait()
-    finally:
-        tree.watchers.remove(look)
+    for link in left:
+        link.on_gone += (count,)
+    with anyio.move_on_after(timeout):
+        await event.wait()
 
 
 def attach(tree: Tree) -> None:

@@ -411,3 +411,174 @@ class Tools(AsyncCounter):
     async def idle_thread(self) -> None:
         self.release.set()
         await self.task
+
+
+class Remote(Counter):
+    """Its state lives behind an address."""
+
+    spec = EnvironmentSpec("remote shop", supports_seed=True, deterministic=True, state_location="remote")
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[State, Mapping[str, Any]]:
+        self.id = f"{os.getpid()}-{time.monotonic_ns()}"
+        return super().reset(seed=seed, options=options)
+
+    def session(self) -> str:
+        return self.id
+
+
+class SharedClient(Counter):
+    """Keeps one connection open, and shares it with its copies."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        import socket
+
+        self.connection = socket.create_connection(("127.0.0.1", port))
+
+
+class PerProcessClient(Counter):
+    """Builds its client where it is used first in a process, so that no copy inherits a connection."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self.port = port
+        self._client: tuple[int, Any] = (0, None)
+
+    def client(self) -> Any:
+        import socket
+
+        if self._client[0] != os.getpid():
+            self._client = (os.getpid(), socket.create_connection(("127.0.0.1", self.port)).makefile("rwb"))
+        return self._client[1]
+
+    def step(self, state: State, action: Any) -> StepResult:
+        client = self.client()
+        client.write(b"%d\n" % action)
+        client.flush()
+        return StepResult(self.state(), info={"answer": int(client.readline())})
+
+
+class Echo:
+    """Shows every action in all the places that a result has."""
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[State, Mapping[str, Any]]:
+        return State("reset"), {"seed": seed, "options": options}
+
+    def step(self, state: State, action: Any) -> StepResult:
+        after = State(action, {"hidden": action}, StateMetadata(info={"action": action}))
+        return StepResult(after, info={"action": action})
+
+    def echo(self, value: Any, *, other: Any) -> list[Any]:
+        return [value, other]
+
+
+class Cyclic(Echo):
+    """Its observations contain themselves."""
+
+    def step(self, state: State, action: Any) -> StepResult:
+        board: dict[str, Any] = {"board": []}
+        board["board"].append(board)
+        return StepResult(State(board))
+
+
+class Writer(Counter):
+    """Writes to files that it holds open, and flushes nothing by itself."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+        self.files: dict[str, Any] = {}
+
+    def open(self, name: str) -> None:
+        path = os.path.join(self.folder, name)
+        kind = name.partition("-")[0]
+        if kind == "text":
+            self.files[name] = open(path, "w")  # noqa: SIM115
+        elif kind == "binary":
+            self.files[name] = open(path, "wb")  # noqa: SIM115
+        elif kind == "both":
+            self.files[name] = open(path, "w+b")  # noqa: SIM115
+        else:
+            import gzip
+
+            self.files[name] = gzip.open(path, "wb")
+
+    def write(self, text: str) -> None:
+        for name, file in self.files.items():
+            file.write(text if name.startswith("text") else text.encode())
+
+    def flush(self) -> None:
+        for file in self.files.values():
+            file.flush()
+
+    def swap(self, old: str, new: str) -> None:
+        self.files.pop(old).close()
+        self.open(new)
+
+
+class Hoarder(Counter):
+    """Lives in the agent's process and touches what a copy of that has inherited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inherited: list[Any] = []
+        self.files: list[Any] = []
+
+    def subprocesses(self) -> list[int]:
+        return [subprocess.run(["sh", "-c", f"exit {code}"], check=False).returncode for code in (0, 7)]
+
+    def ignores_sigchld(self) -> bool:
+        import signal
+
+        return signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+
+    def open_files(self, folder: str, count: int) -> None:
+        self.files = [open(os.path.join(folder, str(number)), "w") for number in range(count)]  # noqa: SIM115
+
+    def drop_sockets(self) -> None:
+        self.inherited.clear()
+        gc.collect()
+
+    def write_files(self) -> str:
+        for file in self.files:
+            file.write("written")
+            file.close()
+        return "written"
+
+
+class Unordered(Counter):
+    """Shows the order of a set of texts, which hangs on the hash seed of the process."""
+
+    spec = EnvironmentSpec("unordered", deterministic=True, supports_seed=True)
+
+    def observe(self) -> Any:
+        return list({f"item {number}" for number in range(20 + self.total)})
+
+    def hash_seed(self) -> str | None:
+        return os.environ.get("PYTHONHASHSEED")
+
+
+class Slow(Counter):
+    """Answers a float action after as many seconds, with a megabyte."""
+
+    def act(self, action: Any) -> float:
+        if isinstance(action, float):
+            time.sleep(action)
+        return super().act(action)
+
+    def bulky(self) -> bytes:
+        return bytes(1_000_000)
+
+
+class Parental(Counter):
+    """Starts a helper, and one that leaves the session."""
+
+    def start(self, *, daemon: bool) -> int:
+        return subprocess.Popen(["sleep", "600"], start_new_session=daemon).pid
+
+    def wait(self) -> None:
+        time.sleep(600)

@@ -82,7 +82,7 @@ async def test_a_directory_of_the_childs_own(tmp_path: Path) -> None:
         await env.call("drop")
 
 
-@pytest.mark.filterwarnings("ignore::ramet.ForkSafetyWarning")
+@pytest.mark.filterwarnings("ignore::ramet.ForkSafetyWarning", "ignore:Implicitly cleaning up:ResourceWarning")
 def test_a_live_object_and_its_temporary_directory(tmp_path: Path) -> None:
     """The same for copies of an object in the agent's own process."""
     env = Tenant(str(tmp_path / "closed"))

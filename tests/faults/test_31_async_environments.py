@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from ramet import BranchManager, CannotBranch, ForkSafetyWarning, host
+from ramet import BranchManager, CannotBranch, EnvironmentSpec, ForkSafetyWarning, host
 from ramet.blocking import BranchManager as BlockingManager
 from ramet.blocking import host as blocking_host
 from tests.faults.probes import AsyncCounter, Tools
@@ -77,10 +77,8 @@ async def test_a_live_async_object_is_forked(anyio_backend: Any) -> None:
     """The copies of a live async environment get a loop of their own, whatever loop the agent runs."""
     with anyio.fail_after(PLENTY):
         async with BranchManager.create(Tools(), strategy="process_fork") as mgr:
-            if anyio_backend[0] == "trio":
-                state, _ = await BaseReset().reset()
-            else:
-                state, _ = await mgr.env.reset()
+            state, _ = await mgr.env.reset()
+            if anyio_backend[0] != "trio":
                 state = (await mgr.env.step(state, 1)).next_state
             await mgr.checkpoint("start", state)
             async with mgr.branches("start", 2) as pairs:
@@ -90,15 +88,9 @@ async def test_a_live_async_object_is_forked(anyio_backend: Any) -> None:
                     assert await branch.call("run_process") == "hi\n"
 
 
-class BaseReset(AsyncCounter):
-    """Its coroutines await nothing, so that trio can run them."""
-
-
 @pytest.mark.parametrize("strategy", ["direct", "clone"])
 async def test_an_async_object_of_asyncio_under_trio(strategy: Any, anyio_backend: Any) -> None:
     """In the agent's process an async environment runs on the loop that it was written for, or is refused."""
-    from ramet import EnvironmentSpec
-
     env = AsyncCounter()
     env.spec = EnvironmentSpec("async", pure_step=strategy == "direct", supports_clone=True)  # type: ignore[attr-defined]
     if anyio_backend[0] == "trio":

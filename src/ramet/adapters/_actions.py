@@ -33,10 +33,10 @@ class ActionReader:
         self._space = space
         self._name = name
         self._check = check
+        self._shown = tuple(texts)
         self._texts: dict[str, Any] = {}
         for text, value in texts.items():
             self._texts[_folded(text)] = self._fit(value)
-        self._shown = tuple(texts)
 
     def __call__(self, action: Any) -> Any:
         """The action as the environment takes it.
@@ -68,9 +68,10 @@ class ActionReader:
         """`value` in the types of the space, and inside of it."""
         try:
             fitted = _fitted(self._space, value)
-        except (TypeError, ValueError, KeyError, OverflowError):
-            fitted = value
-        if self._check and not _contains(self._space, fitted):
+            fits = not self._check or bool(self._space.contains(fitted))
+        except Exception:  # spaces raise all kinds at values of other types
+            fitted, fits = value, not self._check
+        if not fits:
             raise self._refusal(value if shown is None else shown)
         return fitted
 
@@ -96,13 +97,6 @@ def describe(space: Space[Any]) -> str:
 
 def _folded(text: str) -> str:
     return text.strip().casefold()
-
-
-def _contains(space: Space[Any], value: Any) -> bool:
-    try:
-        return bool(space.contains(value))
-    except Exception:  # some spaces raise at values of other types
-        return False
 
 
 def _fitted(space: Space[Any], value: Any) -> Any:

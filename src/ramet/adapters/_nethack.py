@@ -40,21 +40,25 @@ class NetHack:
 
     def __init__(self, game: Any) -> None:
         self._game = game
+        self._seeded = False
+        self._set_initial_seeds = game.nethack.set_initial_seeds
+        game.nethack.set_initial_seeds = self._seed_next  # `game.seed()` ends here too
         self._files = _Files(game.nethack._vardir, game.nethack.dlpath) if _can_move(game.nethack) else None
 
     def before_reset(self, seed: int | None) -> None:
-        """Seed the coming game; without a seed it gets one after the reset."""
+        """Seed the coming game: as asked for, or as the user did by `game.seed()`, or from Gymnasium's generator."""
         self.before_step()
         if seed is not None:
-            self._game.seed(core=seed % _LARGEST_SEED, disp=seed % _LARGEST_SEED, reseed=False)
+            self._seed_next(seed % _LARGEST_SEED, seed % _LARGEST_SEED)
+        elif not self._seeded:
+            core, disp = self._game.np_random.integers(_LARGEST_SEED, size=2)
+            self._seed_next(int(core), int(disp))
+        self._seeded = False
 
     def after_reset(self) -> None:
-        """Turn off that the game reseeds itself from the system, unless it was seeded."""
+        """Tell the new game where its files are."""
         if self._files is not None:
             self._files.enter()
-        if self._game.nethack.get_current_seeds()[2]:
-            core, disp = (int(seed) for seed in self._game.np_random.integers(_LARGEST_SEED, size=2))
-            self._game.nethack.set_current_seeds(core=core, disp=disp, reseed=False)
 
     def before_step(self) -> None:
         """Let go of the files that another process shares."""
@@ -64,6 +68,10 @@ class NetHack:
     def reseed(self, seed: int) -> None:
         """Seed the running game."""
         self._game.nethack.set_current_seeds(core=seed % _LARGEST_SEED, disp=seed % _LARGEST_SEED, reseed=False)
+
+    def _seed_next(self, core: int, disp: int, reseed: bool = False, lgen: int | None = None) -> None:
+        self._seeded = True
+        self._set_initial_seeds(core, disp, reseed, lgen)
 
     @staticmethod
     def own(observation: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -169,7 +170,7 @@ def tree_of(lineage: Lineage, best: Try) -> list[str]:
     """The line that won, through the tree of all branches, with its middle left out."""
     path = _path(lineage.root, best.pair[0].node)
     lines = [f"{path[0].kind} {path[0].name} · {_ENVIRONMENT} · pid {path[0].pid}"]
-    line = [(parent, node) for parent, node in zip(path, path[1:], strict=False) if node.kind == "branch"]
+    line = [(parent, node) for parent, node in itertools.pairwise(path) if node.kind == "branch"]
     for depth, ((parent, node), engine) in enumerate(zip(line, best.engines, strict=True)):
         left_out = len(line) - _SHOWN_FIRST - _SHOWN_LAST
         level = min(depth, _SHOWN_FIRST) + max(0, depth - len(line) + _SHOWN_LAST)

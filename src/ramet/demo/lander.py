@@ -25,7 +25,7 @@ async def fly(begin: Try, pair: Pair, engine: int, hold: int, tries: list[Try]) 
     tries.append(Try((env, state), reward, (*begin.engines, engine), done))
 
 
-async def land(mgr: BranchManager, state: State, width: int = 8, hold: int = 10) -> AsyncGenerator[list[Try], None]:
+async def land(mgr: BranchManager, state: State, width: int = 8, hold: int = 15) -> AsyncGenerator[list[Try], None]:
     await mgr.checkpoint("0.0", state)
     beam = {"0.0": Try((mgr.env, state))}
     while beam:

@@ -59,7 +59,8 @@ def adopt(
     raise_descriptor_limit()
     plug_standard_streams()
     Headroom().require(1)
-    for text in _hazards(keep_fds):
+    safety = Safety()
+    for text in _hazards(safety, keep_fds):
         warnings.warn(text, ForkSafetyWarning, stacklevel=2)
     control, their_control = socket_pair()
     tree = Tree(
@@ -76,7 +77,7 @@ def adopt(
             link, their_end = tree.connect(Peer(name, allow_pickle=options.allow_pickle))
             with their_end:
                 keep = {their_control.fileno(), their_end.fileno(), *keep_fds}
-                tree.pid = _fork(lambda: _live_on(env, state, their_control, their_end, keep, options))
+                tree.pid = _fork(lambda: _live_on(env, state, their_control, their_end, keep, options, safety))
     except BaseException:
         tree.discard()
         raise
@@ -84,8 +85,8 @@ def adopt(
     return link
 
 
-def _hazards(keep_fds: Sequence[int]) -> list[str]:
-    texts = Safety().check(allow_threads=True, shared=keep_fds)  # the child lets go of every other socket
+def _hazards(safety: Safety, keep_fds: Sequence[int]) -> list[str]:
+    texts = safety.check(allow_threads=True, shared=keep_fds)  # the child lets go of every other socket
     if thread_count() > 1:
         others = [t for t in threading.enumerate() if t is not threading.main_thread()]
         names = [t.name for t in others] + (native_threads(others) if os.path.isdir("/proc/self/task") else [])
@@ -94,7 +95,7 @@ def _hazards(keep_fds: Sequence[int]) -> list[str]:
             f" ({', '.join(names)}): a lock that one of them holds is held for ever in the copy. Let the environment"
             " live in a process of its own: `async with host(factory) as env`"
         )
-        texts = [text]
+        texts = [*(said for said in texts if not said.startswith(("Python threads", "native threads"))), text]
     return texts
 
 
@@ -104,7 +105,10 @@ def _fork(child: Callable[[], NoReturn]) -> int:
     try:
         pid = forks.offspring()
         if pid == 0:
-            child()
+            try:
+                child()
+            finally:
+                os._exit(1)  # whatever went wrong, there must not be two agents
     except OSError as error:
         raise no_room(error, 1) from error
     finally:
@@ -114,7 +118,13 @@ def _fork(child: Callable[[], NoReturn]) -> int:
 
 
 def _live_on(
-    env: Any, state: State, control: socket.socket, end: socket.socket, keep: set[int], options: LaunchOptions
+    env: Any,
+    state: State,
+    control: socket.socket,
+    end: socket.socket,
+    keep: set[int],
+    options: LaunchOptions,
+    safety: Safety,
 ) -> NoReturn:
     """The child's whole life."""
     code = 1
@@ -126,7 +136,14 @@ def _live_on(
         with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
             faulthandler.enable()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        server = Server(end, warden=os.getpid(), adopted=True, own=[control.fileno()], pickle=options.allow_pickle)
+        server = Server(
+            end,
+            warden=os.getpid(),
+            adopted=True,
+            own=[control.fileno()],
+            pickle=options.allow_pickle,
+            safety=safety,
+        )
         server.adopt(env, state, instant=0)
         warden = Warden(control, server=server, pickle=options.allow_pickle)
         contextvars.Context().run(warden.run)

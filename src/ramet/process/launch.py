@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +30,10 @@ _ONE_THREAD = (
 )
 
 
+def _draw_hash_seed() -> int:
+    return random.SystemRandom().randrange(1, 2**32)
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
     """How the processes of a tree are started.
@@ -43,6 +47,8 @@ class LaunchOptions:
         step_timeout: the longest that a call may take, in seconds; the branch is ended then.
         start_timeout: the longest that the factory may take, in seconds.
         grace: how long the environment's `close()` may take, in seconds.
+        hash_seed: PYTHONHASHSEED, unless the environment variables say it. The processes that replay a host's
+            episode have the host's, or their sets have another order and the replay diverges.
     """
 
     cwd: str | os.PathLike[str] | None = None
@@ -53,6 +59,7 @@ class LaunchOptions:
     step_timeout: float | None = None
     start_timeout: float = 300.0
     grace: float = 5.0
+    hash_seed: int = field(default_factory=_draw_hash_seed, repr=False, compare=False)
 
 
 def launch(options: LaunchOptions, *, blocking: bool) -> Tree:
@@ -83,7 +90,7 @@ def launch(options: LaunchOptions, *, blocking: bool) -> Tree:
                 stdout=output,
                 stderr=output,
                 cwd=options.cwd,
-                env=_environ(options.environ),
+                env=_environ(options),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -112,12 +119,12 @@ def _path() -> list[str]:
     return [os.path.abspath(entry) for entry in sys.path]
 
 
-def _environ(given: Mapping[str, str] | None) -> dict[str, str]:
-    environ = dict(os.environ if given is None else given)
+def _environ(options: LaunchOptions) -> dict[str, str]:
+    environ = dict(os.environ if options.environ is None else options.environ)
     for name in _ONE_THREAD:
         environ.setdefault(name, "1")
-    # One seed for the whole tree, or the order of sets differs between the hosts of one manager.
-    environ.setdefault("PYTHONHASHSEED", str(random.SystemRandom().randrange(1, 2**32)))
+    if environ.get("PYTHONHASHSEED", "random") == "random":
+        environ["PYTHONHASHSEED"] = str(options.hash_seed)
     return environ
 
 

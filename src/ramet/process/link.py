@@ -7,7 +7,7 @@ sent what came of it. One driver runs plans on anyio, another on blocking socket
 from __future__ import annotations
 
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +36,7 @@ class Link:
         queue: the driver's lock for that.
         gone: the process has ended and was reaped.
         status: its wait status, `None` until it is known.
+        on_gone: what to call when the process has ended and was reaped.
         port: whatever the driver keeps of the connection.
     """
 
@@ -45,6 +46,7 @@ class Link:
         "busy",
         "gone",
         "inbox",
+        "on_gone",
         "peer",
         "pid",
         "port",
@@ -66,6 +68,7 @@ class Link:
         self.queue: Any = None
         self.gone = False
         self.status: int | None = None
+        self.on_gone: tuple[Callable[[], None], ...] = ()
         self.port: Any = None
         self._ended: Exception | None = None
 
@@ -93,6 +96,12 @@ class Link:
                 self.port = None
             self.sock.close()
             self.tree.disconnected(self)
+
+    def reaped(self, status: int | None) -> None:
+        """Note that the process has ended and was reaped."""
+        self.gone, self.status = True, status
+        for call in self.on_gone:
+            call()
 
     def lose(self) -> BranchLost:
         """Note that the process is gone; the error to raise, with the exit status if that is known by now."""

@@ -12,9 +12,10 @@ import os
 import socket
 import stat
 import sys
+import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ramet.errors import CannotBranch
 
@@ -24,7 +25,7 @@ if sys.platform != "win32":
 if TYPE_CHECKING:
     import threading
 
-__all__ = ["Safety", "connected_sockets", "thread_count"]
+__all__ = ["Safety", "connected_sockets", "python_threads", "thread_count"]
 
 _IDLE_THREADS = ("tqdm_monitor",)
 _Files = dict[int, tuple[int, int]]
@@ -53,10 +54,16 @@ class Safety:
         self._files: _Files = {}
         self._count = -1
         self._writers: list[weakref.ref[io.IOBase]] = []
+        self._deleters: list[weakref.ref[Any]] = []
         self._told: set[str] = set()
 
     def check(
-        self, *, allow_threads: bool, passing: Collection[int] = (), shared: Collection[int] | None = None
+        self,
+        *,
+        allow_threads: bool,
+        passing: Collection[int] = (),
+        shared: Collection[int] | None = None,
+        also: str = "",
     ) -> list[str]:
         """Flush what is buffered and look for hazards.
 
@@ -64,6 +71,7 @@ class Safety:
             allow_threads: let Python threads pass.
             passing: descriptors that are here only for the fork itself.
             shared: the sockets that the children keep; all of them by default.
+            also: another text to give.
 
         Returns:
             Texts for `ForkSafetyWarning`; each is given once in a line of processes.
@@ -71,7 +79,9 @@ class Safety:
         Raises:
             CannotBranch: children of this process could not work.
         """
-        warnings = [] if thread_count() == 1 else list(self._threads(allow_threads))
+        warnings = [] if thread_count() == 1 or _settled() else list(self._threads(allow_threads))
+        if also:
+            warnings += self._once(also)
         if not self._as_before(len(passing)):
             files = open_files({*self.own, *passing})
             warnings += self._look_at(files, set(files) if shared is None else set(files).intersection(shared))
@@ -122,10 +132,24 @@ class Safety:
                 warnings.append(
                     "the environment's process has open connections, which its copies would share: " + ", ".join(peers)
                 )
-        self._writers = list(_find_writers(files))
+        # Those known before are kept: the collector does not show what was frozen.
+        self._writers = [ref for ref in self._writers if _usable(ref)]
+        self._deleters = [ref for ref in self._deleters if ref() is not None]
+        known = {id(ref()) for ref in (*self._writers, *self._deleters)}
+        for thing in _find_owners(files):
+            if id(thing) not in known:
+                refs: list[Any] = self._writers if isinstance(thing, io.IOBase) else self._deleters
+                refs.append(weakref.ref(thing))
         self._files = files
         self._count = len(files) + len(self.own) + 3
         return warnings
+
+    def spare_files(self) -> None:
+        """In a child: the temporary files of the parent are not deleted by who drops them here."""
+        for ref in self._deleters:
+            if (deleter := ref()) is not None:
+                deleter.delete = False
+        self._deleters.clear()
 
     def _flush(self) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -137,6 +161,16 @@ class Safety:
         if text not in self._told:
             self._told.add(text)
             yield text
+
+
+def _settled() -> bool:
+    """Whether only one thread is left in a moment: one that was joined takes that long to leave the kernel."""
+    if not python_threads():
+        for _ in range(20):
+            time.sleep(0.0005)
+            if thread_count() == 1:
+                return True
+    return False
 
 
 def open_files(except_for: Collection[int] = ()) -> _Files:
@@ -187,18 +221,22 @@ def native_threads(python: list[threading.Thread]) -> list[str]:
     return names
 
 
-def _find_writers(files: _Files) -> Iterator[weakref.ref[io.IOBase]]:
-    """Python's file objects that may hold unwritten bytes; looked for only if a descriptor is writable."""
+def _find_owners(files: _Files) -> Iterator[Any]:
+    """Python's file objects that may hold unwritten bytes, and what deletes temporary files; looked for only if
+    a descriptor is writable."""
     writable = {fd for fd in files if _is_writable(fd)}
     if not writable:
         return
+    deleter = getattr(sys.modules.get("tempfile"), "_TemporaryFileCloser", None)
     for thing in gc.get_objects():
         if type(thing) in (io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper, io.BufferedRWPair):
             try:
                 if thing.fileno() in writable:
-                    yield weakref.ref(thing)
+                    yield thing
             except (OSError, ValueError):
                 continue
+        elif type(thing) is deleter:
+            yield thing
 
 
 def _is_writable(fd: int) -> bool:

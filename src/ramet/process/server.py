@@ -40,6 +40,7 @@ class Server:
         adopted: this process is a fork of the agent's own and is itself the warden.
         own: other descriptors that are not the environment's.
         pickle: let values that have no other form cross as pickles.
+        safety: what is known of this process's files already.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Server:
         adopted: bool = False,
         own: Iterable[int] = (),
         pickle: bool = False,
+        safety: Safety | None = None,
     ) -> None:
         self.sock = sock
         self.resident: Resident | None = None
@@ -62,7 +64,8 @@ class Server:
         self._fds: list[int] = []
         self._handles = Handles()
         self._codec = self._new_codec({})
-        self._safety = Safety({sock.fileno(), *own})
+        self._safety = safety or Safety()
+        self._safety.own |= {sock.fileno(), *own}
         self._checkpoint = False  # only ever forked, so its heap stays frozen
         self._oom_score = _higher_oom_score()
         self._tidied = True
@@ -266,11 +269,14 @@ class Server:
 
     def _before_fork(self, instant: int | None, allow_threads: bool, ends: list[int]) -> list[str]:
         resident = self.resident
+        tasks = ""
         if resident is not None:
             if instant is not None and instant != resident.instant:
                 raise _Stale(resident.instant, instant)
             resident.runner.before_fork()
-        return self._safety.check(allow_threads=allow_threads, passing=ends)
+            ends = [*ends, *resident.runner.descriptors()]
+            tasks = resident.runner.left_behind()
+        return self._safety.check(allow_threads=allow_threads, passing=ends, also=tasks)
 
     def _make_children(self, ends: list[int], seeds: list[int | None], pids: list[int]) -> bool:
         for end, seed in zip(ends, seeds, strict=True):
@@ -313,6 +319,7 @@ class Server:
             os._exit(0)  # the agent has gone, or has given up this fork
 
     def _reseeded_hello(self, seed: int) -> bytes:
+        self._tidy()  # the environment's own code is about to run
         try:
             return frame(self._codec.encode([0, m.OK, *self._reseed_all(seed)]))
         except RametError as error:
@@ -344,6 +351,7 @@ class Server:
             self._oom_score = b""  # its own children inherit it
         if "tempfile" in sys.modules:
             _detach_temporary_directories()
+        self._safety.spare_files()
 
 
 class _Stale(Exception):
@@ -410,8 +418,8 @@ def _raise_oom_score(score: bytes) -> None:
 
 def _detach_temporary_directories() -> None:
     """A copy must not delete the directory that the original still uses."""
-    cleanup = sys.modules["tempfile"].TemporaryDirectory._cleanup
+    cleanup = sys.modules["tempfile"].TemporaryDirectory._cleanup.__func__
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         target = finalizer.peek()
-        if target is not None and target[1] == cleanup:
+        if target is not None and getattr(target[1], "__func__", None) is cleanup:
             finalizer.detach()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import sys
 import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from ramet.errors import BranchLost, ProtocolError
@@ -62,7 +63,6 @@ class Tree:
         self.disposable = False  # a fork of the agent's own process: it goes with its last descendant
         self.ended = False
         self.port: Any = None
-        self.watchers: list[Callable[[], None]] = []
         self._reader = FrameReader()
         self._links: dict[int, list[Link]] = {}
         self._spawning: deque[Link] = deque()
@@ -150,11 +150,9 @@ class Tree:
     # -- what the warden says --------------------------------------------------------------------
 
     def pull(self) -> None:
-        """Read what the warden has said, without waiting, and tell those who wait."""
+        """Read what the warden has said, without waiting."""
         with self._lock:
             self._read()
-        for watcher in list(self.watchers):
-            watcher()
 
     def _read(self) -> None:
         while not self.ended:
@@ -165,6 +163,7 @@ class Tree:
             except OSError:
                 data = b""
             if not data:
+                _end_session(self.pid)
                 self.finish(BranchLost("the process tree", pid=self.pid, reason="its warden has ended"))
                 break
             self._reader.feed(data)
@@ -188,7 +187,7 @@ class Tree:
         link = links.pop(0)
         if not links:
             del self._links[pid]
-        link.gone, link.status = True, status
+        link.reaped(status)
 
     def finish(self, reason: Exception | None = None) -> None:
         """Close everything: the warden ends the tree when it notices. Later calls raise `reason`."""
@@ -199,7 +198,7 @@ class Tree:
             link.shut(reason)
         for links in self._links.values():
             for link in links:
-                link.gone = True
+                link.reaped(None)
         self._links.clear()
         if self.port is not None:
             self.port.close()
@@ -268,6 +267,29 @@ def _polled(pid: int, timeout: float) -> bool:
         if time.monotonic() > end:
             return False
         time.sleep(0.005)
+
+
+def _end_session(leader: int) -> None:
+    """Kill what is left of the session of a warden that was killed: what the environments have started.
+
+    The warden is our child and was not reaped, so no other session can have its number.
+    """
+    seen = {leader}
+    with contextlib.suppress(FileNotFoundError):  # no /proc
+        while left := _session_of(leader) - seen:
+            seen |= left
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _session_of(leader: int) -> set[int]:
+    pids = set()
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(ProcessLookupError):
+            if name.isdigit() and os.getsid(int(name)) == leader:
+                pids.add(int(name))
+    return pids
 
 
 def _wait_writable(sock: socket.socket) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from ramet.errors import EnvironmentFailed, ForeignState, ProtocolError, StaleState
+from ramet.errors import EncodeError, EnvironmentFailed, ForeignState, ProtocolError, StaleState
 from ramet.protocol import messages as m
 from ramet.protocol.codec import Codec
 from ramet.protocol.handles import Handle
@@ -138,7 +138,10 @@ class Peer:
         `late` is called with the reply if this flow is abandoned and the reply comes after all.
         """
         self._number = number = self._number + 1
-        data = frame(self._codec.encode([number, op, *arguments]))
+        try:
+            data = frame(self._codec.encode([number, op, *arguments]))
+        except EncodeError as error:
+            raise EncodeError(_in_argument(error.path, op), error.reason) from None
         if self._dropped:
             data = self._drop_notice() + data
         yield Post(data, fds) if fds else data
@@ -447,3 +450,19 @@ def run(flow: Flow[T], replies: Iterable[list[Any]]) -> T:
     except StopIteration as stop:
         value: T = stop.value
         return value
+
+
+_ARGUMENTS = {
+    m.RESET: ("seed", "options"),
+    m.STEP: ("state", "action"),
+    m.CALL: ("name", "args", "kwargs"),
+    m.REPLAY: ("history", "expected"),
+}
+
+
+def _in_argument(path: str, op: int) -> str:
+    """The path inside the argument that the user gave, for one inside the whole request."""
+    index, _, rest = path.removeprefix("value[").partition("]")
+    names = _ARGUMENTS.get(op, ())
+    number = int(index) - 2 if index.isdigit() else -1
+    return names[number] + rest if 0 <= number < len(names) else path
