@@ -31,12 +31,13 @@ from ramet.errors import (
     BranchClosed,
     BranchLost,
     CannotBranch,
+    ForeignState,
     ProtocolError,
     RametError,
     StepTimeout,
 )
 from ramet.lineage import Lineage, Node
-from ramet.naming import branch_names, note_fork, refuse_remote, warn_of_handle
+from ramet.naming import branch_names, note_fork, refuse_other_surface, refuse_remote, warn_of_handle
 from ramet.process.copies import Copy, Factory, Source, fork_live
 from ramet.process.launch import LaunchOptions
 from ramet.process.link import Ended, Gone, Link, Plan, Talk
@@ -459,6 +460,9 @@ class BranchManager:
     ) -> None:
         """Keep the instant of `state` under a name; raises as `ramet.BranchManager.checkpoint` does."""
         source, node = (self._source, self._node) if env is None else _source(env, self._source.options)
+        if source.link is None and not source.spec.pure_step and state._ref is not None:
+            owner = state._ref.owner  # an object's own states have no reference
+            raise ForeignState(source.spec.name, owner, advice=f"to checkpoint {owner}, pass env= as well")
         run(self._book.checkpoint(name, source, node, state, actions, reset_options))
 
     @property
@@ -488,8 +492,10 @@ class BranchManager:
 
     def close(self) -> None:
         """End every branch and checkpoint of this manager."""
-        self._release(self._book.take_all())
-        run(self._book.close())
+        try:
+            self._release(self._book.take_all())
+        finally:
+            run(self._book.close())
 
     def __enter__(self) -> BranchManager:
         return self
@@ -524,6 +530,7 @@ class BranchManager:
 def _source(env: Any, options: LaunchOptions) -> tuple[Source, Node]:
     if isinstance(env, BranchEnvironment):
         return env.source, env.node
+    refuse_other_surface(env, blocking=True)
     check_environment(env)
     spec = spec_of(env)
     return Source(spec, env=env, options=options), Node(0, "environment", spec.name)

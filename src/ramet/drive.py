@@ -358,21 +358,31 @@ async def _ended(tree: Tree, timeout: float) -> bool:
     return tree.reap(0.0)
 
 
-async def run(plan: Plan[T]) -> T:
+async def run(plan: Plan[T], *, shield: bool = False) -> T:
     """Run a plan. After an error or a cancellation, what the plan still does is clean-up: it runs under a shield,
-    and every wait in it is bounded."""
-    with anyio.CancelScope() as scope:
+    and every wait in it is bounded.
+
+    asyncio's own `Task.cancel()` passes through a shield: it waits until the clean-up is done, and comes out then.
+    """
+    cancelled: BaseException | None = None
+    with anyio.CancelScope(shield=shield) as scope:
         try:
             step = plan.send(None)
             while True:
                 try:
                     came = await _do(step)
                 except BaseException as error:
+                    if scope.shield and isinstance(error, anyio.get_cancelled_exc_class()):
+                        cancelled = error
+                        if not isinstance(step, Talk):
+                            continue
                     scope.shield = True
                     step = plan.throw(error)
                 else:
                     step = plan.send(came)
         except StopIteration as stop:
+            if cancelled is not None:
+                raise cancelled from None
             result: T = stop.value
             return result
     raise AssertionError("a cancel scope has swallowed what it did not begin")
@@ -389,6 +399,4 @@ async def _do(step: Talk | Gone | Ended) -> Any:
 
 async def shielded(plan: Plan[T]) -> T:
     """Run a plan that cleans up: to its end, even under cancellation; every wait in it is bounded."""
-    with anyio.CancelScope(shield=True):
-        return await run(plan)
-    raise AssertionError("a shield was cancelled")
+    return await run(plan, shield=True)

@@ -27,6 +27,8 @@ Each carries its facts as attributes, and all of them pickle.
 from __future__ import annotations
 
 import signal
+import sys
+import warnings
 from collections.abc import Iterable
 
 __all__ = [
@@ -200,17 +202,17 @@ class StaleState(RametError):
 
     Attributes:
         branch: the branch's name.
-        at: the instant that the branch stands at.
-        state: the instant that the state stands for.
+        at: the step that the branch stands at, counted since its last reset.
+        state: the step that the state stands for; negative if it is of an earlier episode.
     """
 
-    def __init__(self, branch: str, *, at: int, state: int, step: int | None = None) -> None:
+    def __init__(self, branch: str, *, at: int, state: int) -> None:
         self.branch = branch
         self.at = at
         self.state = state
-        which = f"step {step} (instant {state})" if step is not None else f"instant {state}"
+        which = f"the state of step {state}" if state >= 0 else "a state of an earlier episode"
         super().__init__(
-            f"{branch} is at instant {at} and cannot go back to the state of {which}: step the newest state,"
+            f"{branch} stands at step {at} and cannot go back to {which}: step the newest state,"
             " or make a checkpoint before moving on and branch from that"
         )
 
@@ -320,6 +322,14 @@ class ForkSafetyWarning(RuntimeWarning):
 
 class HandleWarning(RuntimeWarning):
     """An observation could not be encoded: it stays in its branch and crosses as a handle."""
+
+
+def warn_user(text: str, category: type[Warning]) -> None:
+    """Warn at the line that called into ramet."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "ramet":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level - 1)
 
 
 def describe_status(status: int | None) -> str:

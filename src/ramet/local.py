@@ -27,7 +27,7 @@ from ramet.lineage import Node
 from ramet.process.copies import Source
 from ramet.process.link import Link
 from ramet.protocol.flows import Ref
-from ramet.types import EnvironmentSpec, Seed, State, StepResult
+from ramet.types import EnvironmentSpec, Hidden, Seed, State, StepResult, check_state
 
 __all__ = ["LocalEnvironment"]
 
@@ -71,6 +71,7 @@ class LocalEnvironment:
         self._leave = leave
         self._token = -next(_numbers)
         self._instant = 0
+        self._steps = 0 if state is None else state.metadata.step
         self._origin: Ref | None = state._ref if state is not None else None
         self._state = state if state is None or self._pure else self._ours(state)
         self._yielded = 0.0
@@ -99,6 +100,7 @@ class LocalEnvironment:
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], State)):
             raise InvalidEnvironment(f"reset() must return (State, info), got {type(answer).__name__}")
         self._instant += 1
+        self._steps = 0
         self._state = self._ours(answer[0])
         return self._state, answer[1]
 
@@ -116,6 +118,7 @@ class LocalEnvironment:
         if not isinstance(result, StepResult):
             raise InvalidEnvironment(f"step() must return a StepResult, got {type(result).__name__}")
         self._instant += 1
+        self._steps += 1
         if self._pure:
             self._state = result.next_state
             return result
@@ -133,8 +136,14 @@ class LocalEnvironment:
         return await self._run(name, _member, (self._env, name, args, kwargs), {})
 
     async def hidden(self, state: State) -> Any:
-        """The hidden part of `state`, which is here already."""
+        """The hidden part of `state`, which is here already.
+
+        Raises:
+            ForeignState: it stayed in another environment's process.
+        """
         await anyio.lowlevel.checkpoint_if_cancelled()
+        if state.hidden is Hidden.IN_BRANCH:
+            raise ForeignState(self.name, state._ref.owner if state._ref is not None else "another branch")
         return state.hidden
 
     @overload
@@ -229,6 +238,7 @@ class LocalEnvironment:
         if self._pure:
             return
         self._check_free()
+        check_state(state)
         ref = state._ref
         if ref is None:
             if self._owned:
@@ -238,7 +248,7 @@ class LocalEnvironment:
         elif ref.token != self._token:
             raise ForeignState(self.name, ref.owner, advice=advice.format(owner=ref.owner))
         elif ref.instant != self._instant:
-            raise StaleState(self.name, at=self._instant, state=ref.instant, step=state.metadata.step)
+            raise StaleState(self.name, at=self._steps, state=self._steps - (self._instant - ref.instant))
 
     def _check_free(self) -> None:
         if self._out and not self._pure:

@@ -15,7 +15,7 @@ from ramet.errors import CannotBranch
 from ramet.gather import Stacked, step_all
 from ramet.lineage import Lineage, Node
 from ramet.local import LocalEnvironment
-from ramet.naming import branch_names, note_fork
+from ramet.naming import branch_names, note_fork, refuse_other_surface
 from ramet.pending import Pending
 from ramet.process.copies import Copy, Factory, Source
 from ramet.process.launch import LaunchOptions
@@ -224,8 +224,10 @@ class BranchManager:
     async def aclose(self) -> None:
         """End every branch and checkpoint of this manager. It runs to its end under cancellation."""
         entries = self._book.take_all()
-        await self._release(entries)
-        await shielded(self._book.close())
+        try:
+            await self._release(entries)
+        finally:
+            await shielded(self._book.close())
 
     async def __aenter__(self) -> BranchManager:
         return self
@@ -297,6 +299,7 @@ def _source(env: Any, options: LaunchOptions) -> tuple[BranchEnvironment | Local
         return env, env.source, env.node
     if isinstance(env, Pending):
         env.complain()
+    refuse_other_surface(env, blocking=False)
     check_environment(env)
     spec = spec_of(env)
     node = Node(0, "environment", spec.name)

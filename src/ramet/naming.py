@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
-from ramet.errors import CannotBranch, HandleWarning
+from ramet.errors import CannotBranch, HandleWarning, warn_user
 from ramet.lineage import Kind, Node
-from ramet.process.copies import Copy
+from ramet.process.copies import Copy, Source
 from ramet.protocol.handles import Handle
 from ramet.types import EnvironmentSpec
 
@@ -44,12 +43,22 @@ def refuse_remote(spec: EnvironmentSpec) -> None:
         )
 
 
+def refuse_other_surface(env: object, *, blocking: bool) -> None:
+    """Refuse an environment of the async surface in a blocking manager, and the other way round.
+
+    Raises:
+        TypeError: with the module to use.
+    """
+    source = getattr(env, "source", None)
+    if isinstance(source, Source):
+        mine, other = ("ramet.blocking", "ramet") if blocking else ("ramet", "ramet.blocking")
+        raise TypeError(f"this environment comes from {other}: use {other}.BranchManager, or {mine}.host")
+
+
 def warn_of_handle(name: str, observation: Handle, *, told: bool) -> bool:
     """Warn, once for each environment, that an observation stayed behind."""
     if not told:
-        warnings.warn(
-            f"an observation of {name} cannot be encoded ({observation!r}): it stays in the branch",
-            HandleWarning,
-            stacklevel=3,
+        warn_user(
+            f"an observation of {name} cannot be encoded ({observation!r}): it stays in the branch", HandleWarning
         )
     return True

@@ -46,6 +46,12 @@ class Pending(Generic[T]):
     def __iter__(self) -> Iterator[Any]:
         self.complain()
 
+    def __getitem__(self, index: object) -> NoReturn:
+        self.complain()
+
+    def __len__(self) -> int:  # noqa: PLE0303  (it exists to raise)
+        self.complain()
+
     def __enter__(self) -> NoReturn:
         self._used = True
         raise TypeError(f"{self._call} is asynchronous: write `async with {self._call} as ...`, or use ramet.blocking")

@@ -128,6 +128,20 @@ class State:
         return State, (self.observation, self.hidden, self.metadata)
 
 
+def check_state(state: object) -> None:
+    """Refuse what is commonly passed in place of a state.
+
+    Raises:
+        TypeError: it is no state; the message says what to pass.
+    """
+    if not isinstance(state, State):
+        hint = {
+            "tuple": "reset() returns (state, info): unpack it",
+            "StepResult": "pass result.next_state",
+        }.get(type(state).__name__, "pass the state that reset, step or branch returned")
+        raise TypeError(f"a State is needed, got {type(state).__name__}: {hint}")
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one step gave.

@@ -1069,7 +1069,7 @@ ERRORS = [
     InvalidEnvironment("none"),
     HostFailed("a:b", "no"),
     EnvironmentFailed("branch-1", "step", type_name="builtins:ValueError", text="no", traceback="tb"),
-    StaleState("branch-1", at=2, state=1, step=3),
+    StaleState("branch-1", at=2, state=1),
     ForeignState("branch-1", "branch-2"),
     BranchBusy("branch-1"),
     BranchClosed("branch-1"),

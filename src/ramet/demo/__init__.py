@@ -22,7 +22,7 @@ _ENVIRONMENT = "LunarLander-v3"
 _ENGINES = ("no engine", "left engine", "main engine", "right engine")
 _SOLVED = 200.0  # what Gymnasium says
 _SHOWN_FIRST, _SHOWN_LAST = 8, 3
-_TIMED_STEPS = 300
+_TIMED_EPISODES, _TIMED_STEPS = 10, 40
 
 Show = Callable[[Sequence[Try]], None]
 
@@ -79,7 +79,7 @@ def run(*, seed: int = 42, width: int = 8, plain: bool = False) -> bool:
     options = {"use_uvloop": True} if importlib.util.find_spec("uvloop") else {}
     with _display(plain=plain) as show:
         figures, tree = anyio.run(_search, seed, width, show, backend_options=options)
-    print(*tree, "", *report(figures, _bare_step_time()), sep="\n")
+    print(*tree, "", *report(figures, *_bare_times()), sep="\n")
     return figures.landed
 
 
@@ -124,25 +124,27 @@ def _figures(lineage: Lineage, decisions: Sequence[Sequence[Try]], seconds: floa
     )
 
 
-def _bare_step_time() -> float:
-    """What one step takes in this very process, with nothing around it: the best that a replay could do."""
+def _bare_times() -> tuple[float, float]:
+    """What a reset and a step take in this very process, with nothing around them: the best a replay could do."""
     from ramet.adapters.gymnasium import make_environment
 
     env = make_environment(_ENVIRONMENT)
-    state, _ = env.reset(seed=0)
-    times = []
-    for number in range(_TIMED_STEPS):
+    resets, steps = [], []
+    for seed in range(_TIMED_EPISODES):
         began = time.perf_counter()
-        result = env.step(state, number % 4)
-        times.append(time.perf_counter() - began)
-        state = env.reset(seed=number)[0] if result.done else result.next_state
-    return statistics.median(times)
+        state, _ = env.reset(seed=seed)
+        resets.append(time.perf_counter() - began)
+        for number in range(_TIMED_STEPS):
+            began = time.perf_counter()
+            state = env.step(state, number % 4).next_state
+            steps.append(time.perf_counter() - began)
+    return statistics.median(resets), statistics.median(steps)
 
 
 # -- what is printed -----------------------------------------------------------------------------
 
 
-def report(figures: Figures, step_time: float) -> Iterator[str]:
+def report(figures: Figures, reset_time: float, step_time: float) -> Iterator[str]:
     """The figures as lines."""
     legs = ("no leg", "one leg", "both legs")[figures.legs]
     forks = figures.branches + figures.checkpoints
@@ -160,9 +162,10 @@ def report(figures: Figures, step_time: float) -> Iterator[str]:
         f"{'steps':<10} {figures.steps:,} in {figures.seconds:.1f} s:"
         f" {figures.steps / figures.seconds:,.0f} steps/s, forks included"
     )
+    replay_time = figures.branches * reset_time + figures.replay_steps * step_time
     yield (
-        f"{'replay':<10} would have taken {figures.replay_steps:,} steps more to bring every branch to where it"
-        f" began: {figures.replay_steps * step_time:.1f} s at {step_time * 1e6:.0f} µs a bare step"
+        f"{'replay':<10} would have taken {figures.branches:,} resets and {figures.replay_steps:,} steps more:"
+        f" {replay_time:.1f} s at {reset_time * 1e3:.1f} ms and {step_time * 1e6:.0f} µs each"
     )
 
 

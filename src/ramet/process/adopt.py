@@ -15,11 +15,10 @@ import socket
 import stat
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from ramet.errors import ForkSafetyWarning
+from ramet.errors import ForkSafetyWarning, warn_user
 from ramet.process import fork as forks
 from ramet.process.descriptors import plug_standard_streams, put_null_over
 from ramet.process.launch import LaunchOptions
@@ -61,7 +60,8 @@ def adopt(
     Headroom().require(1)
     safety = Safety()
     for text in _hazards(safety, keep_fds):
-        warnings.warn(text, ForkSafetyWarning, stacklevel=2)
+        warn_user(text, ForkSafetyWarning)
+    safety.flush()  # what was just said must not stand in the child's buffers too
     control, their_control = socket_pair()
     tree = Tree(
         control,

@@ -105,6 +105,7 @@ def launch(options: LaunchOptions, *, blocking: bool) -> Tree:
         pickle=options.allow_pickle,
         allow_threads=options.allow_threads,
         step_timeout=options.step_timeout,
+        grace=options.grace,
     )
 
 

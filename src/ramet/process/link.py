@@ -34,6 +34,7 @@ class Link:
         busy: a call is under way.
         shared: several users call at once, so calls queue in order instead of refusing the second.
         queue: the driver's lock for that.
+        fresh: its environment was built in it and is no copy, so its end is orderly: `env.close()` first.
         gone: the process has ended and was reaped.
         status: its wait status, `None` until it is known.
         on_gone: what to call when the process has ended and was reaped.
@@ -44,6 +45,7 @@ class Link:
         "__weakref__",
         "_ended",
         "busy",
+        "fresh",
         "gone",
         "inbox",
         "on_gone",
@@ -64,6 +66,7 @@ class Link:
         self.inbox = FrameReader()
         self.pid = 0
         self.busy = False
+        self.fresh = False
         self.shared = False
         self.queue: Any = None
         self.gone = False

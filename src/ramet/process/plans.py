@@ -6,13 +6,14 @@ ends by itself when it finds its connection closed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import secrets
 import socket
-import warnings
 from collections.abc import Iterable, Sequence
 
-from ramet.errors import BranchLost, ForkSafetyWarning, HostFailed, RametError
+from ramet.errors import BranchLost, ForkSafetyWarning, HostFailed, RametError, warn_user
 from ramet.process.descriptors import MAX_FDS
 from ramet.process.launch import LaunchOptions, launch
 from ramet.process.link import Ended, Gone, Link, Plan, Talk
@@ -24,6 +25,7 @@ from ramet.types import Seed
 
 __all__ = ["END_WITHIN", "close_tree", "discard", "draw_seeds", "end", "fork", "start"]
 
+_VALUE_MODULES = ("numpy",)
 END_WITHIN = 10.0
 """The longest wait, in seconds, for processes that were killed to be reaped."""
 
@@ -38,12 +40,21 @@ def start(recipe: Recipe, options: LaunchOptions, name: str, *, blocking: bool) 
     tree = launch(options, blocking=blocking)
     try:
         link = tree.spawn(name)
-        yield Talk(link, link.peer.prepare(recipe.data), options.start_timeout)
+        tree.register(link, (yield Talk(link, link.peer.prepare(recipe.data), options.start_timeout)))
         yield Talk(link, link.peer.build(), options.start_timeout)
+        _meet(link.peer.modules)
     except BaseException as error:
         yield from _abandon(tree, recipe.name, error)
         raise
     return link
+
+
+def _meet(modules: Sequence[str]) -> None:
+    """Import what the environment's values are made of: decoding never imports, and would give records."""
+    for name in _VALUE_MODULES:
+        if name in modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
 
 
 def _abandon(tree: Tree, factory: str, error: BaseException) -> Plan[None]:
@@ -129,7 +140,7 @@ def _fork_batch(
     for link in made:
         link.peer.descend(parent.peer, instant=forked.instant, first_handle=forked.first_handle)
     for text in forked.warnings:
-        warnings.warn(f"fork of {parent.name}: {text}", ForkSafetyWarning, stacklevel=2)
+        warn_user(f"fork of {parent.name}: {text}", ForkSafetyWarning)
 
 
 def discard(links: Iterable[Link]) -> Plan[None]:
@@ -145,10 +156,16 @@ def discard(links: Iterable[Link]) -> Plan[None]:
 
 
 def end(links: Iterable[Link], *, timeout: float = END_WITHIN) -> Plan[None]:
-    """End processes and wait until they were reaped, but no longer than `timeout` seconds."""
+    """End processes and wait until they were reaped, but no longer than `timeout` seconds.
+
+    An environment that was built in its process, and is no copy, closes itself first.
+    """
     by_tree: dict[Tree, list[Link]] = {}
     for link in links:
         by_tree.setdefault(link.tree, []).append(link)
+        if link.fresh and link.open and not link.busy:
+            with contextlib.suppress(RametError):  # it is ended in any case
+                yield Talk(link, link.peer.close(), link.tree.grace)
     for tree, group in by_tree.items():
         tree.kill(group)
         for link in group:
@@ -170,13 +187,13 @@ def close_tree(host: Link, *, grace: float) -> Plan[None]:
     Raises:
         EnvironmentFailed: `close()` raised; the tree has ended all the same.
     """
-    failure: RametError | None = None
+    failure: BaseException | None = None
     if host.open and not host.busy and not host.tree.ended:
         try:
             yield Talk(host, host.peer.close(), grace)
         except BranchLost:
             pass  # it took too long, or ended by itself
-        except RametError as error:
+        except BaseException as error:  # its own, or a cancellation that no shield holds off
             failure = error
     host.tree.finish()
     yield Ended(host.tree, END_WITHIN)

@@ -78,6 +78,11 @@ def check_environment(env: Any) -> None:
     Raises:
         InvalidEnvironment: with the wrapper to use, if there is one.
     """
+    if isinstance(env, type):
+        raise InvalidEnvironment(
+            f"{env.__name__} is a class, not an environment: pass an instance, {env.__name__}(...),"
+            f" or host the class, `host({env.__name__})`"
+        )
     missing = [name for name in ("reset", "step") if not callable(getattr(env, name, None))]
     if missing:
         raise InvalidEnvironment(
@@ -140,6 +145,7 @@ class Resident:
         # checksum of what the agent saw of its result.
         self.reset_with: bytes = b""
         self.steps: list[tuple[bytes, int]] = []
+        self.steps_before = 0  # the steps of this episode that were taken before we held the environment
         self.reset_sum = 0
 
     def close(self) -> None:
@@ -158,6 +164,7 @@ class Resident:
             self.reset_with = self.codec.encode([seed, options])
             self.reset_sum = self._sum(answer[0].observation)
             self.steps = []
+            self.steps_before = 0
         return answer
 
     def step(self, state: State, action: Any, encoded: bytes | None = None) -> StepResult:

@@ -85,7 +85,7 @@ class Safety:
         if not self._as_before(len(passing)):
             files = open_files({*self.own, *passing})
             warnings += self._look_at(files, set(files) if shared is None else set(files).intersection(shared))
-        self._flush()
+        self.flush()
         return warnings
 
     def _as_before(self, passing: int) -> bool:
@@ -151,7 +151,8 @@ class Safety:
                 deleter.delete = False
         self._deleters.clear()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write out what the standard streams and the open files hold back."""
         for stream in (sys.stdout, sys.stderr):
             _try_flush(stream)
         for ref in self._writers:

@@ -80,6 +80,7 @@ class Server:
         self.resident = Resident(env, self._codec)
         self.resident.state = state
         self.resident.instant = instant
+        self.resident.steps_before = 0 if state is None else state.metadata.step
 
     def serve(self) -> NoReturn:
         """Answer requests until the agent closes the connection, then leave without clean-up of any kind."""
@@ -153,14 +154,14 @@ class Server:
     def _prepare(self, recipe: bytes) -> list[Any]:
         self.build, classes = unpack_recipe(recipe)
         self._codec = self._new_codec(classes)
-        return [None]
+        return [os.getpid()]
 
     def _build(self) -> list[Any]:
         if self.resident is None:  # an adopted environment is there already
             if self.build is None:
                 raise ProtocolError("BUILD came before PREPARE")
             self.resident = Resident(self.build(), self._codec)
-        return [self.resident.spec]
+        return [self.resident.spec, [name for name in ("numpy",) if name in sys.modules]]
 
     def _reset(self, seed: int | None, options: Any) -> list[Any]:
         resident = self._there()
@@ -230,7 +231,7 @@ class Server:
         resident = self._there()
         state = resident.current()
         if instant != resident.instant:
-            raise _Stale(resident.instant, instant)
+            raise _Stale(resident, instant)
         return state
 
     # -- forks -----------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ class Server:
         tasks = ""
         if resident is not None:
             if instant is not None and instant != resident.instant:
-                raise _Stale(resident.instant, instant)
+                raise _Stale(resident, instant)
             resident.runner.before_fork()
             ends = [*ends, *resident.runner.descriptors()]
             tasks = resident.runner.left_behind()
@@ -355,9 +356,11 @@ class Server:
 
 
 class _Stale(Exception):
-    def __init__(self, at: int, asked: int) -> None:
-        self.at = at
-        self.asked = asked
+    """The steps since the last reset: of the environment, and of the state that was asked for."""
+
+    def __init__(self, resident: Resident, instant: int) -> None:
+        self.at = resident.steps_before + len(resident.steps)
+        self.asked = self.at - (resident.instant - instant)  # each step is an instant, and so is a reset
 
 
 _HANDLERS: dict[int, Callable[..., list[Any]]] = {

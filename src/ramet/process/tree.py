@@ -41,6 +41,7 @@ class Tree:
         pickle: let values that have no other form cross as pickles.
         allow_threads: fork although the environment's process runs Python threads.
         step_timeout: the longest that a call may take, in seconds.
+        grace: how long an environment's `close()` may take, in seconds.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Tree:
         pickle: bool = False,
         allow_threads: bool = False,
         step_timeout: float | None = None,
+        grace: float = 5.0,
     ) -> None:
         self.control = control
         self.pid = pid
@@ -59,6 +61,7 @@ class Tree:
         self.pickle = pickle
         self.allow_threads = allow_threads
         self.step_timeout = step_timeout
+        self.grace = grace
         self.headroom = Headroom()
         self.disposable = False  # a fork of the agent's own process: it goes with its last descendant
         self.ended = False
@@ -100,8 +103,10 @@ class Tree:
         return link
 
     def register(self, link: Link, pid: int) -> None:
-        """Note the process id of a connection."""
+        """Note the process id of a connection; it may be told twice."""
         with self._lock:
+            if link.pid == pid:
+                return
             link.pid = pid
             self._links.setdefault(pid, []).append(link)
             if pid in self._early:

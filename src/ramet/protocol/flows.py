@@ -24,7 +24,7 @@ from ramet.protocol import messages as m
 from ramet.protocol.codec import Codec
 from ramet.protocol.handles import Handle
 from ramet.protocol.wire import frame
-from ramet.types import EnvironmentSpec, Hidden, State, StateMetadata, StepResult
+from ramet.types import EnvironmentSpec, Hidden, State, StateMetadata, StepResult, check_state
 
 __all__ = ["Flow", "Forked", "Packed", "Peer", "Post", "Ref"]
 
@@ -91,6 +91,7 @@ class Peer:
         "_number",
         "instant",
         "line",
+        "modules",
         "name",
         "origins",
         "pure",
@@ -105,6 +106,7 @@ class Peer:
         self.instant: int = parent.instant if parent else 0
         self.pure: bool = parent.pure if parent else False
         self.spec: EnvironmentSpec | None = parent.spec if parent else None
+        self.modules: list[str] = []
         self.reseeded: tuple[str, ...] = ()
         # The very instants that this process was made from, and the handles that it shares.
         self.origins: frozenset[Ref] = frozenset()
@@ -214,17 +216,20 @@ class Peer:
         self.reseeded = tuple(map(str, self._only(reply, list)))
         return self.reseeded
 
-    def prepare(self, recipe: bytes) -> Flow[None]:
-        """Load the factory and build nothing."""
-        yield from self.call(m.PREPARE, recipe)
+    def prepare(self, recipe: bytes) -> Flow[int]:
+        """Load the factory and build nothing; the process says its pid, so that nobody waits for the warden to."""
+        reply = yield from self.call(m.PREPARE, recipe)
+        pid: int = self._only(reply, int)
+        return pid
 
     def build(self) -> Flow[EnvironmentSpec]:
         """Call the factory that was prepared."""
         reply = yield from self.call(m.BUILD)
-        spec: EnvironmentSpec = self._only(reply, EnvironmentSpec)
+        spec, modules = self._only(reply, EnvironmentSpec, list)
+        self.modules = modules
         self.spec = spec
         self.pure = spec.pure_step
-        return spec
+        return spec  # type: ignore[no-any-return]
 
     def reset(self, seed: int | None, options: Mapping[str, Any] | None) -> Flow[tuple[State, Any]]:
         """Reset the environment."""
@@ -362,8 +367,10 @@ class Peer:
         """The instant of this process that `state` stands for.
 
         Raises:
+            TypeError: it is no state.
             ForeignState: it belongs to another process, or to none.
         """
+        check_state(state)
         ref = state._ref
         if ref is not None and (ref.token == self.token or ref in self.origins):
             return int(ref.instant)
@@ -404,6 +411,7 @@ class Peer:
         return State(observation, hidden, metadata, Ref(self.token, instant, self.name))
 
     def _whole(self, state: State) -> list[Any]:
+        check_state(state)
         hidden = state.hidden
         if isinstance(hidden, Packed):
             hidden = hidden.data

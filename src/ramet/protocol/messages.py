@@ -40,8 +40,8 @@ __all__ = [
 # Requests to the process of an environment.
 DROP: Final = 0  # ids of handles that the agent has dropped (a notice)
 HELLO: Final = 1  # what a forked child says first, of itself: `[0, OK, reseeded]`, or a refusal
-PREPARE: Final = 2  # pickled recipe, limits       -> None           load the factory, build nothing
-BUILD: Final = 3  #                                -> spec           call the factory
+PREPARE: Final = 2  # pickled recipe, limits       -> pid            load the factory, build nothing
+BUILD: Final = 3  #                                -> spec, modules  call the factory
 RESET: Final = 4  # seed, options                  -> state, info
 STEP: Final = 5  # instant or state, action        -> state, reward, rewards, terminated, truncated, info
 CALL: Final = 6  # name, args, kwargs              -> value

@@ -37,7 +37,8 @@ def resolve(source: Source, *, strategy: str | None, factory: Factory | None) ->
     for name in _candidates(source):
         if not _refusal(source, name, factory):
             return name
-    reasons = "; ".join(f"{name}: {_refusal(source, name, factory)}" for name in _RANKED)
+    unseeded = "it does not say that reset(seed=...) fixes an episode (spec.supports_seed)"
+    reasons = "; ".join(f"{name}: {_refusal(source, name, factory) or unseeded}" for name in _RANKED)
     raise CannotBranch(None, reasons)
 
 

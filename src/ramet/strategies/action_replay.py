@@ -65,14 +65,16 @@ class ActionReplay:
         link = source.link
         if link is not None and actions is None:
             history = yield from _recorded(link, state)
-        elif actions is None and state.metadata.step > 0:
+        elif actions is None:
+            # Even at step 0: not every environment counts its steps, and a replay of none would be silently wrong.
             raise CannotBranch(
                 self.name,
                 f"the actions that led to step {state.metadata.step} are not known",
-                instead="pass actions=(...) and reset_options={'seed': ...} to checkpoint(), or host it",
+                instead="pass actions=(...), () right after a reset, and reset_options={'seed': ...} to checkpoint(),"
+                " or host the environment, which records them",
             )
         else:
-            history = _packed(actions or (), reset_options)
+            history = _packed(actions, reset_options)
         return Checkpoint(replace(source), state, (history, observed(state.observation)))
 
     def branch(self, checkpoint: Checkpoint, names: Sequence[str], seeds: Sequence[int | None]) -> Plan[list[Copy]]:
@@ -97,6 +99,7 @@ class ActionReplay:
     def _replayed(self, link: Link, history: bytes, expected: bytes | None, seed: int | None) -> Plan[Copy]:
         limit = self._options.start_timeout
         spec = yield Talk(link, link.peer.build(), limit)
+        link.fresh = True
         state = yield Talk(link, link.peer.replay(history, expected), limit)
         if seed is not None:
             yield Talk(link, link.peer.reseed_all(seed))
@@ -117,7 +120,8 @@ class ActionReplay:
         if not self._asked:
             self._asked = True
             try:
-                yield Talk(blank, blank.peer.prepare(self._recipe.data), self._options.start_timeout)
+                pid = yield Talk(blank, blank.peer.prepare(self._recipe.data), self._options.start_timeout)
+                blank.tree.register(blank, pid)
             except RametError as error:
                 blank.shut(error)
                 yield from end([blank])

@@ -58,7 +58,11 @@ class ProcessFork:
                 keep_fds=self._keep_fds,
                 blocking=self._blocking,
             )
-            yield Talk(link, link.peer.build(), self._options.start_timeout)
+            try:
+                yield Talk(link, link.peer.build(), self._options.start_timeout)
+            except BaseException:
+                yield from end([link])
+                raise
         else:
             peer = source.link.peer
             instant = None if peer.pure else peer.instant_of(state)
