@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ import pytest
 import ramet
 from ramet import RametError, cli, doctor
 from ramet.demo import Figures, report
-from tests.helpers import ROOT, run_script
+from tests.helpers import ROOT, run_script, start_script
 
 LANDER = ROOT / "src" / "ramet" / "demo" / "lander.py"
 RUN = "import sys; from ramet.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -102,6 +103,26 @@ importlib.util.find_spec = lambda name, *rest: None if name == {missing!r} else 
     status, _, err = run_command("demo", before=hide)
     assert status == 1
     assert err == [f'ramet: the demo needs {missing}: pip install "ramet[demo]"']
+
+
+def test_ctrl_c_is_one_line_too() -> None:
+    with start_script(RUN, args=["demo", "--plain"]) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.readline()  # the first decision
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+        assert (process.returncode, err) == (130, "ramet: interrupted\n")
+
+
+def test_a_reader_that_goes_away_ends_it_quietly() -> None:
+    with start_script(RUN, args=["demo", "--plain"]) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(30) == 1
+        assert process.stderr.read() == ""
 
 
 # -- the demo ------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from ramet.branch import BranchEnvironment
 from ramet.drive import run, shielded
@@ -194,6 +194,14 @@ class BranchManager:
     async def _rollout(self, function: Callable[[Any, State], Awaitable[T]], name: str, seed: int | None) -> T:
         async with self.branch(name, seed=seed) as (env, state):
             return await function(env, state)
+
+    @overload
+    async def step_all(
+        self, pairs: Sequence[Pair], actions: Sequence[Any], *, stack: Literal[False] = False
+    ) -> list[StepResult | Exception]: ...
+
+    @overload
+    async def step_all(self, pairs: Sequence[Pair], actions: Sequence[Any], *, stack: Literal[True]) -> Stacked: ...
 
     async def step_all(
         self, pairs: Sequence[Pair], actions: Sequence[Any], *, stack: bool = False

@@ -7,6 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import anyio
+import anyio.lowlevel
 from anyio.streams.memory import MemoryObjectSendStream
 
 from ramet.process.plans import draw_seeds
@@ -53,6 +54,7 @@ async def _work(
 async def _as_they_come(results: AsyncIterator[tuple[int, T]]) -> AsyncGenerator[T, None]:
     async for _, result in results:
         yield result
+    await anyio.lowlevel.checkpoint_if_cancelled()  # or a cancelled run looks like one that is complete
 
 
 async def _in_order(results: AsyncIterator[tuple[int, T]]) -> AsyncGenerator[T, None]:
@@ -63,3 +65,4 @@ async def _in_order(results: AsyncIterator[tuple[int, T]]) -> AsyncGenerator[T, 
         while turn in early:
             yield early.pop(turn)
             turn += 1
+    await anyio.lowlevel.checkpoint_if_cancelled()

@@ -219,7 +219,7 @@ def test_a_box_takes_lists(action: Any) -> None:
 
 @pytest.mark.parametrize("action", [[0.5, 1.5], [0.5], "NaN", "x", ["a", "b"]], ids=repr)
 def test_outside_of_a_box(action: Any) -> None:
-    with pytest.raises(ValueError, match=r"float32 numbers of shape \(2,\) within -1.0 and 1.0"):
+    with pytest.raises(ValueError, match=r"float32 numbers of shape \(2,\) from -1 to 1"):
         reader(spaces.Box(-1, 1, (2,), np.float32))(action)
 
 
@@ -295,6 +295,7 @@ def test_a_reseed_reaches_every_generator() -> None:
     assert first == (inner.dice.randint(1000), inner.np_random.random(), env.action_space.sample())
 
 
+@pytest.mark.filterwarnings("ignore:.*share an object")  # newer Gymnasiums say so of NLE; the adapter copies
 def test_a_reset_seeds_nethack() -> None:
     games = []
     for _ in range(2):

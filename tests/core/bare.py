@@ -11,7 +11,9 @@ from ramet.types import State, StateMetadata, StepResult
 class Bare:
     """Adds up numbers."""
 
-    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[State, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[State, dict[str, Any]]:
         self.total = 0
         return State(self.total), {}
 

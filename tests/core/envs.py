@@ -146,9 +146,7 @@ class PureTrail:
         obey(word)
         after = _pure_state((*state.hidden, word))
         steps = after.metadata.step
-        return StepResult(
-            after, float(steps), {"length": float(steps)}, terminated=word == "end", info={"word": word}
-        )
+        return StepResult(after, float(steps), {"length": float(steps)}, terminated=word == "end", info={"word": word})
 
     def pid(self) -> int:
         """Where it runs."""
@@ -229,9 +227,9 @@ class AnyLoopTrail(AsyncPureTrail):
     spec = replace(AsyncPureTrail.spec, name="any loop trail", any_loop=True)
 
     async def breathe(self) -> None:
-        import anyio
+        import anyio.lowlevel
 
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
 
 
 class Dice:

@@ -114,9 +114,7 @@ class _BlockingManager:
         return _BlockingBranch(lambda: self.raw.branch(name, **options), _wrapped)
 
     def branches(self, name: str, n: int, **options: Any) -> _BlockingBranch:
-        return _BlockingBranch(
-            lambda: self.raw.branches(name, n, **options), lambda pairs: list(map(_wrapped, pairs))
-        )
+        return _BlockingBranch(lambda: self.raw.branches(name, n, **options), lambda pairs: list(map(_wrapped, pairs)))
 
     async def release(self, name: str) -> None:
         self.raw.release(name)

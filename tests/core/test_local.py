@@ -84,7 +84,7 @@ async def test_the_object_is_not_closed() -> None:
             type(self).closed += 1
 
     for strategy in ("clone", "process_fork"):
-        async with BranchManager.create(Closable(), strategy=strategy) as mgr:  # type: ignore[arg-type]
+        async with BranchManager.create(Closable(), strategy=strategy) as mgr:
             state, _ = await mgr.env.reset()
             await mgr.checkpoint("here", state)
             async with mgr.branch("here"):
@@ -205,6 +205,11 @@ async def test_an_async_environment_of_any_loop() -> None:
 
 async def test_branches_of_an_async_environment_run_at_once() -> None:
     class Meeting(AnyLoopTrail):
+        def __init__(self) -> None:
+            super().__init__()
+            self.there = 0
+            self.all_there = anyio.Event()
+
         async def breathe(self) -> None:
             self.there += 1
             if self.there == 3:
@@ -212,7 +217,6 @@ async def test_branches_of_an_async_environment_run_at_once() -> None:
             await self.all_there.wait()
 
     env = Meeting()
-    env.there, env.all_there = 0, anyio.Event()
     start, _ = PureTrail().reset(seed=1)
     with anyio.fail_after(5):
         async with BranchManager.create(env) as mgr:
@@ -309,7 +313,7 @@ async def test_descriptors_of_the_environment() -> None:
             state, _ = await mgr.env.reset()
             with pytest.warns(ForkSafetyWarning, match=f"open connections.*fd {theirs.fileno()}"):
                 await mgr.checkpoint("here", state)
-                branch, _ = await mgr.branch("here")
+            branch, _ = await mgr.branch("here")
             await branch.call("echo", "hello")
             assert ours.recv(10) == b"hello"
         async with BranchManager.create(Talker(theirs)) as mgr:  # it is taken for the agent's own

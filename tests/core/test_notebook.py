@@ -87,7 +87,7 @@ class Env:
     def step(self, state, action):
         if action == "hang":
             signal.pause()
-        if action.startswith("/"):  # a named pipe: wait until somebody writes
+        if str(action).startswith("/"):  # a named pipe: wait until somebody writes
             with open(action) as gate:
                 gate.read()
         self.way.append(action)
@@ -187,7 +187,7 @@ def interrupted(source, pid):
 
 
 def asleep(pid):
-    """Whether it waits in the step: no longer for a message, that is on its socket."""
+    # in the step: no longer for a message, that is on its socket
     with open(f"/proc/{pid}/wchan") as file:
         where = file.read()
     return state(pid) == "S" and where not in ("", "0") and not any(word in where for word in ("unix", "sock", "recv"))
@@ -242,10 +242,7 @@ print("done")
 @pytest.mark.parametrize("how", ["SIGKILL", "shutdown"])
 def test_the_end_of_the_kernel(how: str) -> None:
     run_notebook(
-        f"""
-how = {how!r}
-"""
-        + """
+        """
 cell('''
     from ramet import blocking
     env = await host(Env)
@@ -262,12 +259,12 @@ cell('''
 ''')
 pids = below()
 assert len(pids) == 1 + 1 + 1 + 20 + 2 + 1 + 5, len(pids)
-if how == "SIGKILL":
+if HOW == "SIGKILL":
     os.kill(kernel, signal.SIGKILL)
 else:
     manager.shutdown_kernel()
-wait_until(lambda: gone(pids), timeout=2 if how == "SIGKILL" else 15)
+wait_until(lambda: gone(pids), timeout=2 if HOW == "SIGKILL" else 15)
 end()
 print("done")
-"""
+""".replace("HOW", repr(how))
     )

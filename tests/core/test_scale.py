@@ -85,9 +85,7 @@ async def test_a_thousand_rollouts() -> None:
         async with checkpointed() as mgr, anyio.create_task_group() as tg:
             for number in range(BRANCHES):
                 tg.start_soon(rollout, mgr, number, seen)
-    assert seen == {
-        n: "1:None/" + "/".join(f"{n}.{step}" for step in range(STEPS)) for n in range(BRANCHES)
-    }
+    assert seen == {n: "1:None/" + "/".join(f"{n}.{step}" for step in range(STEPS)) for n in range(BRANCHES)}
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(BRANCHES, marks=pytest.mark.slow)])

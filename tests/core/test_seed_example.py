@@ -185,10 +185,10 @@ async def test_continuations_at_once(strategy: str) -> None:
 
 def test_what_is_chosen_for_a_live_object() -> None:
     for make in (BranchManager.create, blocking.BranchManager.create):
-        assert make(PureTrail()).strategy == "direct"  # type: ignore[attr-defined]
-        assert make(CloneTrail()).strategy == "clone"  # type: ignore[attr-defined]
-        assert make(Trail()).strategy == "process_fork"  # type: ignore[attr-defined]
-        assert make(RemoteTrail(), env_factory=RemoteTrail).strategy == "action_replay"  # type: ignore[attr-defined]
+        assert make(PureTrail()).strategy == "direct"
+        assert make(CloneTrail()).strategy == "clone"
+        assert make(Trail()).strategy == "process_fork"
+        assert make(RemoteTrail(), env_factory=RemoteTrail).strategy == "action_replay"
         with pytest.raises(CannotBranch, match="action_replay: there is no env_factory"):
             make(RemoteTrail())
 
@@ -225,11 +225,11 @@ def test_a_spec_that_promises_too_little_for_a_replay() -> None:
 def test_configuration() -> None:
     for make in (BranchManager.create, blocking.BranchManager.create):
         config = EnvironmentConfig(name="trail", adapter="trail", branching_strategy="process_fork")
-        assert make(CloneTrail(), config=config).strategy == "process_fork"  # type: ignore[attr-defined]
-        assert make(CloneTrail(), config=config, strategy="clone").strategy == "clone"  # type: ignore[attr-defined]
+        assert make(CloneTrail(), config=config).strategy == "process_fork"
+        assert make(CloneTrail(), config=config, strategy="clone").strategy == "clone"
         silent = EnvironmentConfig(name="trail")
-        assert make(CloneTrail(), config=silent).strategy == "clone"  # type: ignore[attr-defined]
-        assert make(CloneTrail(), strategy="action_replay", env_factory=CloneTrail).strategy == "action_replay"  # type: ignore[attr-defined]
+        assert make(CloneTrail(), config=silent).strategy == "clone"
+        assert make(CloneTrail(), strategy="action_replay", env_factory=CloneTrail).strategy == "action_replay"
     with pytest.raises(ValueError, match="direct, clone, process_fork, action_replay or None, got 'fork'"):
         EnvironmentConfig(name="trail", branching_strategy="fork")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="strategy must be one of"):

@@ -198,7 +198,7 @@ class Unprintable(Exception):
 
 class NotText(Exception):
     def __str__(self) -> str:
-        return 7  # type: ignore[return-value]
+        return 7  # type: ignore[return-value]  # noqa: PLE0307
 
 
 class Recursive(Exception):
@@ -238,19 +238,19 @@ class Thrower(Counter):
             "not text": NotText,
             "recursive": Recursive,
             "surrogate": Surrogate,
-            "local class": lambda: picky(object(), name="x"),
-            "cause": lambda: ValueError("caused"),
-            "group": lambda: ExceptionGroup("several", [Unprintable(), ValueError("one")]),
+            "local class": picky(object(), name="x"),
+            "cause": ValueError("caused"),
+            "group": ExceptionGroup("several", [Unprintable(), ValueError("one")]),
             "base exception": Outcome,
             "keyboard interrupt": KeyboardInterrupt,
             "generator exit": GeneratorExit,
-            "huge text": lambda: ValueError("x" * 1_000_000),
-            "unpicklable arguments": lambda: ValueError(threading.Lock(), lambda: None),
+            "huge text": ValueError("x" * 1_000_000),
+            "unpicklable arguments": ValueError(threading.Lock(), lambda: None),
         }
         if action == "cause":
-            raise errors[action]() from Unprintable()
+            raise errors[action] from Unprintable()
         if action in errors:
-            raise errors[action]()
+            raise errors[action]
         return super().act(action)
 
 
@@ -505,7 +505,7 @@ class Writer(Counter):
         else:
             import gzip
 
-            self.files[name] = gzip.open(path, "wb")
+            self.files[name] = gzip.open(path, "wb")  # noqa: SIM115
 
     def write(self, text: str) -> None:
         for name, file in self.files.items():
@@ -582,3 +582,49 @@ class Parental(Counter):
 
     def wait(self) -> None:
         time.sleep(600)
+
+
+class OnGraphicsCard(Counter):
+    """To its process it looks as if a file of its own were a graphics card."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import tempfile
+
+        from ramet.process import safety
+
+        self.device = tempfile.TemporaryFile()  # noqa: SIM115
+        device, inner = self.device.fileno(), safety._target
+        safety._target = lambda fd: "/dev/nvidia0" if fd == device else inner(fd)
+
+    def leave(self) -> None:
+        self.device.close()
+
+
+class Mixed(Counter):
+    """Holds state of every kind that memory can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import contextvars
+        import random
+        from collections import deque
+
+        self.random = random.Random(7)
+        self.queue = deque([1, 2, 3])
+        self.made = (number for number in range(100))
+        self.lock = threading.Lock()
+        self.variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+        self.shape: Any = lambda: self.queue[0]
+
+    def act(self, action: Any) -> float:
+        with self.lock:
+            self.queue.rotate(action)
+            self.total += next(self.made) + self.shape()
+        os.environ["MIXED"] = str(self.total)
+        self.variable.set(self.total)
+        return float(self.total)
+
+    def observe(self) -> Any:
+        drawn = self.random.random()
+        return [self.total, list(self.queue), drawn, os.environ.get("MIXED"), self.variable.get()]

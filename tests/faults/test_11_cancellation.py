@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -42,6 +42,17 @@ def mode(request: pytest.FixtureRequest, anyio_backend: Any) -> str:
     return name
 
 
+TWICE = 4
+
+
+async def nothing_left(before: Snapshot) -> None:
+    try:
+        await eventually(lambda: snapshot() == before)
+    except AssertionError:
+        (pids, fds), (known, held) = snapshot(), before
+        pytest.fail(f"left: {pids - known}, {fds.items() - held.items()}; gone: {known - pids}")
+
+
 class Scene:
     """A host, a manager with a checkpoint, and what is there when nothing was left behind."""
 
@@ -52,7 +63,7 @@ class Scene:
         self.before: Snapshot = snapshot()
 
     async def check(self) -> None:
-        await eventually(lambda: snapshot() == self.before, what="no process and no descriptor is left")
+        await nothing_left(self.before)
         # And everything still works.
         async with self.mgr.branch("start") as (branch, below):
             assert (await branch.step(below, "go")).next_state.observation == 2
@@ -70,11 +81,6 @@ async def scene(strategy: Any = None) -> AsyncIterator[Scene]:
             yield Scene(env, mgr, at)
 
 
-async def nothing_left(before: Snapshot) -> None:
-    await eventually(lambda: snapshot() == before, what="no process and no descriptor is left")
-
-
-TWICE = 4
 
 
 async def test_cancel_of_branch_leaks_the_child(mode: str) -> None:
@@ -98,13 +104,11 @@ async def test_cancel_of_fork_leaks_the_child(mode: str) -> None:
     async with scene() as it:
 
         async def fork() -> None:
-            copies = await it.env.fork(3)
-            try:
-                nested, below = await copies[0][0].fork()
+            async with AsyncExitStack() as stack:
+                for copy, _ in await it.env.fork(3):
+                    await stack.enter_async_context(copy)
+                nested, below = await copy.fork()
                 await nested.step(below, "go")
-            finally:
-                for copy, _ in copies:
-                    await copy.aclose()
 
         assert await cancel_everywhere(fork, it.check, mode=mode, twice=TWICE) >= 4
 

@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 
 from ramet import BranchManager, host
+from ramet.blocking import BranchManager as BlockingManager
+from ramet.blocking import host as blocking_host
+from ramet.blocking import run as run_blocking
 from ramet.drive import run
 from ramet.process.plans import end
 from tests.faults.probes import Counter
@@ -25,13 +28,13 @@ from tests.faults.probes import Counter
 DEEP = 200
 
 
-async def chain_that_stays(depth: int, env: Any, state: Any) -> list[Any]:
+def chain_that_stays(depth: int, env: Any, state: Any) -> list[Any]:
     """Each environment forks the next one and stays; all of them."""
     envs = []
     for _ in range(depth):
-        env, state = await env.fork()
+        env, state = env.fork()
         envs.append(env)
-        state = (await env.step(state, 1)).next_state
+        state = env.step(state, 1).next_state
     return envs
 
 
@@ -65,15 +68,35 @@ def recursion_limited_to(more: int) -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
-async def test_fork_slower_with_each_generation() -> None:
+def test_fork_slower_with_each_generation() -> None:
     """The last of 200 generations holds what the first holds: the same descriptors and a frozen heap."""
-    async with host(Counter) as env:
-        state, _ = await env.reset()
-        envs = await chain_that_stays(DEEP, env, state)
+    with blocking_host(Counter) as env, BlockingManager.create(env) as mgr:
+        state, _ = env.reset()
+        envs = chain_that_stays(DEEP, env, state)
         first, last = envs[0], envs[-1]
-        assert set(await last.call("descriptors")) == set(await first.call("descriptors"))
-        assert await last.call("frozen") > 0
-        assert (await last.call("total"), await first.call("total")) == (DEEP, 1)
+        assert set(last.call("descriptors")) == set(first.call("descriptors"))
+        assert last.call("frozen") > 0
+        assert (last.call("total"), first.call("total")) == (DEEP, 1)
+        with recursion_limited_to(100):  # drawing and ending a chain takes no recursion: it may be of any depth
+            drawn = str(mgr.tree())
+            links = first.take_links()
+        assert drawn.count("fork-") == DEEP
+        assert len(links) == DEEP
+        run_blocking(end(links))
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {})])
+async def test_a_chain_deeper_than_the_recursion_limit_ends(anyio_backend: Any) -> None:
+    """The same for the environments of an async agent."""
+    async with host(Counter) as env:
+        await env.reset()
+        branch: Any = env
+        for _ in range(80):
+            branch, _ = await branch.fork()
+        with recursion_limited_to(60):
+            links = env.take_links()
+        assert len(links) == 81
+        await run(env._end(env._link))  # type: ignore[misc]
 
 
 async def test_a_chain_that_stands_still_gathers_nothing() -> None:
@@ -96,16 +119,3 @@ async def test_the_last_of_200_forks_takes_no_longer_than_the_first() -> None:
         times = await chain_that_goes(DEEP)
         ratios.append(min(times[-40:]) / min(times[:40]))
     assert min(ratios) < 1.5, ratios
-
-
-async def test_a_chain_deeper_than_the_recursion_limit_ends() -> None:
-    """Ending and drawing a chain takes no recursion, so that a chain may be as deep as one likes."""
-    async with host(Counter) as env, BranchManager.create(env) as mgr:
-        state, _ = await env.reset()
-        envs = await chain_that_stays(150, env, state)
-        with recursion_limited_to(100):
-            drawn = str(mgr.tree())
-            links = envs[0].take_links()
-        assert drawn.count("fork") >= 150
-        assert len(links) == 150
-        await run(end(links))

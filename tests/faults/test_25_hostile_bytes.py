@@ -85,7 +85,7 @@ async def test_hostile_bytes_from_a_compromised_child(together: bool) -> None:
             for (bad, at), (kind, data) in zip(pairs, HOSTILE.items(), strict=True):
                 with anyio.fail_after(PLENTY):
                     if together:
-                        (error,) = await mgr.step_all([(bad, at)], [data])  # type: ignore[misc]
+                        (error,) = await mgr.step_all([(bad, at)], [data])
                         assert type(error) is ProtocolError, (kind, error)
                     else:
                         with pytest.raises(ProtocolError):

@@ -40,7 +40,8 @@ async def test_a_step_among_many_never_returns() -> None:
         state, _ = await env.reset()
         await mgr.checkpoint("start", state)
         async with mgr.branches("start", 4) as pairs:
-            first, bad, *others = await mgr.step_all(pairs, [1, -1, 1, 1])  # type: ignore[misc]
+            results: Any = await mgr.step_all(pairs, [1, -1, 1, 1])
+            first, bad, *others = results
             assert isinstance(bad, StepTimeout)
             assert [result.next_state.observation for result in (first, *others)] == [1, 1, 1]
             await eventually(lambda: not alive(pairs[1][0].pid))

@@ -39,7 +39,7 @@ async def test_two_tasks_step_one_branch(tmp_path: Any) -> None:
                 with pytest.raises(BranchBusy) as caught:
                     await call()
                 assert caught.value.branch == branch.name
-            (outcome,) = await mgr.step_all([(branch, at)], [1])  # type: ignore[misc]
+            (outcome,) = await mgr.step_all([(branch, at)], [1])
             assert isinstance(outcome, BranchBusy)
             gate.touch()
             await eventually(lambda: results)

@@ -13,6 +13,10 @@ from ramet.blocking import BranchManager as BlockingManager
 from tests.faults.probes import Guarded, Tenant
 
 
+def exist(paths: list[str]) -> list[bool]:
+    return [os.path.exists(path) for path in paths]
+
+
 async def test_close_of_a_copy_destroys_what_the_original_uses(tmp_path: Path) -> None:
     """Only the host runs `env.close()`, once and at its end; branches, forks and checkpoints do not."""
     log = tmp_path / "closed"
@@ -28,9 +32,9 @@ async def test_close_of_a_copy_destroys_what_the_original_uses(tmp_path: Path) -
             await fork.aclose()
         assert not log.exists()
         paths = await env.call("paths")
-        assert all(map(os.path.exists, paths))
+        assert exist(paths) == [True] * 3
         await env.call("drop")  # the host itself lets go of them in order
-        assert not any(map(os.path.exists, paths))
+        assert exist(paths) == [False] * 3
         pid = env.pid
     assert log.read_text() == f"{pid}\n"
 
@@ -58,12 +62,12 @@ async def test_a_child_drops_its_last_reference_to_a_temporary_directory(tmp_pat
         for made in (await mgr.branch("start", seed=seed), await env.fork(seed=seed)):
             branch = made[0]
             await branch.call("drop")
-            assert all(map(os.path.exists, paths)), paths
+            assert exist(paths) == [True] * 3
             deeper, _ = await branch.fork()
             await deeper.call("drop")
-            assert all(map(os.path.exists, paths)), paths
+            assert exist(paths) == [True] * 3
         await env.call("drop")
-        assert not any(map(os.path.exists, paths))
+        assert exist(paths) == [False] * 3
 
 
 async def test_a_directory_of_the_childs_own(tmp_path: Path) -> None:
@@ -73,12 +77,12 @@ async def test_a_directory_of_the_childs_own(tmp_path: Path) -> None:
         await mgr.checkpoint("start", state)
         async with mgr.branch("start") as (branch, _):
             path = await branch.call("rent")
-            assert os.path.isdir(path)
+            assert exist([path]) == [True]
             deeper, _ = await branch.fork()
             await deeper.call("leave")
-            assert os.path.isdir(path)
+            assert exist([path]) == [True]
             await branch.call("leave")
-            assert not os.path.exists(path)
+            assert exist([path]) == [False]
         await env.call("drop")
 
 
@@ -92,8 +96,8 @@ def test_a_live_object_and_its_temporary_directory(tmp_path: Path) -> None:
         for _ in range(2):
             with mgr.branch("start") as (branch, _):
                 branch.call("drop")
-        assert all(map(os.path.exists, paths))
-    assert all(map(os.path.exists, paths))
+        assert exist(paths) == [True] * 3
+    assert exist(paths) == [True] * 3
     assert not (tmp_path / "closed").exists()
     env.drop()
-    assert not any(map(os.path.exists, paths))
+    assert exist(paths) == [False] * 3

@@ -35,7 +35,7 @@ async def drive(mgr):
             print("done", flush=True)
             os._exit(0)
         for branch, _ in pairs:
-            branch._link.sock.close()  # unread data is in it: the child gets ECONNRESET or EPIPE, and takes it for the end
+            branch._link.sock.close()  # with unread data in it: the child gets ECONNRESET or EPIPE
 
 async def main():
     async with host(Slow) as env, BranchManager.create(env) as mgr:

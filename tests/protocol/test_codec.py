@@ -238,9 +238,7 @@ kinds = (
     | paths.map(pathlib.PurePosixPath)
     | paths.map(pathlib.PureWindowsPath)
     | st.builds(range, st.integers(), st.integers(), st.integers(1, 9))
-    | st.sampled_from(
-        [*Colour, *Number, *Text, *Perm, Perm(0), *Bits, Bits(0), Bits(3), Bits(8), Hidden.IN_BRANCH]
-    )
+    | st.sampled_from([*Colour, *Number, *Text, *Perm, Perm(0), *Bits, Bits(0), Bits(3), Bits(8), Hidden.IN_BRANCH])
     | st.sampled_from(
         [
             np.float32(1.5),
@@ -452,9 +450,7 @@ ARRAYS = {
     "aligned": np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
     "nested": np.zeros(2, [("p", [("x", "f4"), ("y", "f4", (2, 2))]), ("q", "M8[ns]")]),
     "titled": np.zeros(1, [(("a title", "a"), "i4")]),
-    "out of order": np.zeros(
-        2, {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [4, 0], "itemsize": 12}
-    ),
+    "out of order": np.zeros(2, {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [4, 0], "itemsize": 12}),
     "no fields": np.zeros(2, []),
     "bool": np.array([True, False]),
     "datetime": np.array(["2020-01-01", "NaT"], "M8[D]"),
@@ -521,9 +517,7 @@ def test_tensors_cross_as_arrays() -> None:
     assert same_array(round_trip(Tensor()), np.ones((2, 2), "f4"))
     with pytest.raises(EncodeError, match=r"value\.x: .*use cpu"):
         Codec().encode(Frozen(OnDevice()))
-    assert round_trip([OnDevice()], export=lambda _: (3, "t", "r"), resolve=lambda *facts: facts) == [
-        (3, "t", "r")
-    ]
+    assert round_trip([OnDevice()], export=lambda _: (3, "t", "r"), resolve=lambda *facts: facts) == [(3, "t", "r")]
 
 
 def test_a_large_array_gives_its_buffer_back() -> None:
@@ -543,9 +537,7 @@ def test_dataclasses_cross() -> None:
     assert arrived == loose
     assert arrived.made == 30
     for value in (
-        StepResult(
-            State("obs", Hidden.IN_BRANCH, StateMetadata(3, "e", True, {"k": (1,)})), 1.5, {"a": 0.5}, True
-        ),
+        StepResult(State("obs", Hidden.IN_BRANCH, StateMetadata(3, "e", True, {"k": (1,)})), 1.5, {"a": 0.5}, True),
         Action.from_tool_calls([ToolCall("f", {"x": 1}, id="7")], text="t"),
     ):
         assert round_trip(value) == value
@@ -677,9 +669,7 @@ class Failing(Exception):
 
 @pytest.mark.parametrize("name", ["Behind", "Failing"])
 def test_classes_that_need_their_own_code_stay_records(name: str) -> None:
-    assert Codec().decode(ext(DATACLASS, [f"{__name__}:{name}", {"x": 1}])) == Record(
-        f"{__name__}:{name}", {"x": 1}
-    )
+    assert Codec().decode(ext(DATACLASS, [f"{__name__}:{name}", {"x": 1}])) == Record(f"{__name__}:{name}", {"x": 1})
 
 
 def test_a_record_reads_like_the_value() -> None:
@@ -781,9 +771,7 @@ def test_too_deep_is_a_typed_error(wrap: Any, depth: int) -> None:
         codec.encode(value)
     assert codec.decode(codec.encode([1, (2,)])) == [1, (2,)]
     while value is not None:  # dataclasses this deep overflow the stack when they are dropped as one
-        value = (
-            value.only if type(value) is One else next(iter(value.values() if type(value) is dict else value))
-        )
+        value = value.only if type(value) is One else next(iter(value.values() if type(value) is dict else value))
 
 
 @pytest.mark.parametrize("wrap", [lambda v: (v,), One, lambda v: ([v],), lambda v: Point(v)])
@@ -945,24 +933,16 @@ plain_values = st.recursive(
     | st.text(max_size=8)
     | st.binary(max_size=8),
     lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(max_size=3) | st.integers(0, 9), inner, max_size=3)
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3) | st.integers(0, 9), inner, max_size=3)
     ),
     max_leaves=8,
 )
 names = st.sampled_from(
-    [
-        f"{__name__}:{name}"
-        for name in ("Frozen", "Loose", "Guarded", "Point", "Colour", "Perm", "Inventive", "Opaque")
-    ]
+    [f"{__name__}:{name}" for name in ("Frozen", "Loose", "Guarded", "Point", "Colour", "Perm", "Inventive", "Opaque")]
     + ["os:system", "builtins:object", "builtins:eval", "subprocess:Popen", "nowhere:X"]
 )
-fields = st.dictionaries(
-    st.sampled_from(["x", "y", "name", "value", "items", "__class__"]), plain_values, max_size=3
-)
-hostile_payloads = (
-    plain_values | st.tuples(names, fields).map(list) | st.tuples(names, plain_values).map(list)
-)
+fields = st.dictionaries(st.sampled_from(["x", "y", "name", "value", "items", "__class__"]), plain_values, max_size=3)
+hostile_payloads = plain_values | st.tuples(names, fields).map(list) | st.tuples(names, plain_values).map(list)
 
 
 @settings(max_examples=500, deadline=None)

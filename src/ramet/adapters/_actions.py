@@ -91,8 +91,13 @@ def describe(space: Space[Any]) -> str:
     if isinstance(space, spaces.Text):
         return f"a text of {space.min_length} to {space.max_length} characters"
     if isinstance(space, spaces.Box):
-        return f"{space.dtype} numbers of shape {space.shape} within {space.low_repr} and {space.high_repr}"
+        return f"{space.dtype} numbers of shape {space.shape} from {_bound(space.low)} to {_bound(space.high)}"
     return f"an element of {space}"
+
+
+def _bound(bound: np.ndarray[Any, Any]) -> str:
+    values = {float(value) for value in bound.flat}
+    return f"{values.pop():g}" if len(values) == 1 else str(bound.tolist())
 
 
 def _folded(text: str) -> str:

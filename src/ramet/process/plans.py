@@ -161,22 +161,30 @@ def end(links: Iterable[Link], *, timeout: float = END_WITHIN) -> Plan[None]:
     An environment that was built in its process, and is no copy, closes itself first.
     """
     by_tree: dict[Tree, list[Link]] = {}
+    interrupted: BaseException | None = None
     for link in links:
         by_tree.setdefault(link.tree, []).append(link)
-        if link.fresh and link.open and not link.busy:
-            with contextlib.suppress(RametError):  # it is ended in any case
+        if link.fresh and link.open and not link.busy and interrupted is None:
+            try:
                 yield Talk(link, link.peer.close(), link.tree.grace)
+            except RametError:
+                pass  # it is ended in any case
+            except BaseException as error:  # a cancellation that no shield holds off
+                interrupted = error
     for tree, group in by_tree.items():
         tree.kill(group)
         for link in group:
             link.shut()
+        if tree.disposable and tree.childless:
+            tree.finish()
     for tree, group in by_tree.items():
         waiting = tuple(link for link in group if link.pid not in (0, tree.pid) and not link.gone)
         if waiting and not tree.ended:
             yield Gone(waiting, timeout)
-        if tree.disposable and tree.childless:
-            tree.finish()
+        if tree.disposable and tree.ended:
             yield Ended(tree, timeout)
+    if interrupted is not None:
+        raise interrupted
 
 
 def close_tree(host: Link, *, grace: float) -> Plan[None]:
