@@ -117,7 +117,7 @@ def CartPole() -> Any:
     """Gymnasium's CartPole, with the floor for the memory of a child."""
     from ramet.adapters.gymnasium import make_environment
 
-    env = make_environment("CartPole-v1")
+    env: Any = make_environment("CartPole-v1")
     env.bare_child_memory = Counter.bare_child_memory.__get__(env)
     return env
 

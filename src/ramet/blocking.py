@@ -208,6 +208,7 @@ class BranchEnvironment:
         *,
         node: Node,
         state: State | None = None,
+        reseeded: tuple[str, ...] = (),
         shared: bool = False,
         end: Callable[[Link], Plan[None]] | None = None,
         leave: Callable[[BranchEnvironment], None] | None = None,
@@ -223,6 +224,7 @@ class BranchEnvironment:
         self._state = state
         self._certain = True
         self._shared = shared
+        self._reseeded = reseeded
         self._closed = False
         self._end = end
         self._leave = leave
@@ -237,7 +239,7 @@ class BranchEnvironment:
     @property
     def reseeded(self) -> tuple[str, ...]:
         """What was reseeded when this branch was made; empty for an exact copy."""
-        return self._peer.reseeded
+        return self._reseeded
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -339,7 +341,9 @@ class BranchEnvironment:
 
     def _own(self, copy: Copy, fork_time: float) -> BranchEnvironment:
         node = note_fork(self.node, "fork", copy, fork_time)
-        env = BranchEnvironment(copy.source, node=node, state=copy.state, leave=self._forks.discard)
+        env = BranchEnvironment(
+            copy.source, node=node, state=copy.state, reseeded=copy.reseeded, leave=self._forks.discard
+        )
         self._forks.add(env)
         return env
 
@@ -517,7 +521,12 @@ class BranchManager:
             node.end("a copy in this process" if not copy.shared else "the object itself")
             return Pair((copy.source.env, copy.state))
         env = BranchEnvironment(
-            copy.source, node=node, state=copy.state, shared=copy.shared, leave=entry.branches.discard
+            copy.source,
+            node=node,
+            state=copy.state,
+            reseeded=copy.reseeded,
+            shared=copy.shared,
+            leave=entry.branches.discard,
         )
         entry.branches.add(env)
         return Pair((env, copy.state))

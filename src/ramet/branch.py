@@ -42,6 +42,7 @@ class BranchEnvironment:
         *,
         node: Node,
         state: State | None = None,
+        reseeded: tuple[str, ...] = (),
         shared: bool = False,
         end: Callable[[Link], Plan[None]] | None = None,
         leave: Callable[[BranchEnvironment], None] | None = None,
@@ -57,6 +58,7 @@ class BranchEnvironment:
         self._state = state
         self._certain = True
         self.shared = shared
+        self._reseeded = reseeded
         self._closed = False
         self._end = end
         self._leave = leave
@@ -71,7 +73,7 @@ class BranchEnvironment:
     @property
     def reseeded(self) -> tuple[str, ...]:
         """What was reseeded when this branch was made; empty for an exact copy."""
-        return self._peer.reseeded
+        return self._reseeded
 
     @property
     def unwrapped(self) -> Any:
@@ -240,7 +242,9 @@ class BranchEnvironment:
 
     def _own(self, copy: Copy, fork_time: float) -> BranchEnvironment:
         node = note_fork(self.node, "fork", copy, fork_time)
-        env = BranchEnvironment(copy.source, node=node, state=copy.state, leave=self._forks.discard)
+        env = BranchEnvironment(
+            copy.source, node=node, state=copy.state, reseeded=copy.reseeded, leave=self._forks.discard
+        )
         self._forks.add(env)
         return env
 

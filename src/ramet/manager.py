@@ -273,7 +273,12 @@ class BranchManager:
         env: BranchEnvironment | LocalEnvironment
         if copy.source.link is not None:
             env = BranchEnvironment(
-                copy.source, node=node, state=copy.state, shared=copy.shared, leave=entry.branches.discard
+                copy.source,
+                node=node,
+                state=copy.state,
+                reseeded=copy.reseeded,
+                shared=copy.shared,
+                leave=entry.branches.discard,
             )
         else:
             env = LocalEnvironment(

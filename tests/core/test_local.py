@@ -367,7 +367,7 @@ anyio.run(main, backend=backend, backend_options=options)
 
 @pytest.mark.parametrize("loop", ["asyncio -", "asyncio uvloop", "trio -"])
 def test_a_program_without_threads_is_not_warned(loop: str) -> None:
-    finished = run_script(PROGRAM, args=loop.split(), flags=["-X", "dev", "-W", "error"])
+    finished = run_script(PROGRAM, args=loop.split(), flags=["-W", "error"])
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "done\n", "")
 
 
@@ -385,5 +385,5 @@ def test_a_blocking_program_without_threads_is_not_warned() -> None:
                     assert branch.step(branch_state, i).next_state.observation == f"1:None/{i}"
         print("done")
     """
-    finished = run_script(source, flags=["-X", "dev", "-W", "error"])
+    finished = run_script(source, flags=["-W", "error"])
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "done\n", "")

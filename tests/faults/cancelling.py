@@ -18,9 +18,7 @@ _PATIENCE = 200  # suspensions; more than any operation has here
 
 
 @types.coroutine
-def _counted(
-    work: Coroutine[Any, Any, object], suspended: Callable[[int], None]
-) -> Generator[Any, Any, object]:
+def _counted(work: Coroutine[Any, Any, object], suspended: Callable[[int], None]) -> Generator[Any, Any, object]:
     """Runs `work` and calls `suspended(n)` just before the event loop hears of its n-th suspension."""
     resume: Callable[[Any], Any] = work.send
     value: Any = None

@@ -171,5 +171,3 @@ def test_a_lock_that_a_thread_holds_is_not_waited_for_in_the_child() -> None:
     """
     done = run_script(agent)
     assert done.stdout == "done\n", done.stderr
-
-

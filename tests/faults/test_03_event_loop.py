@@ -108,7 +108,6 @@ async def play(env: Any, state: Any, steps: int = 3) -> None:
         assert state.observation == number
 
 
-
 @pytest.mark.parametrize("moment", ["half sent", "sent", "half answered"])
 async def test_a_fork_inside_a_running_event_loop(moment: str) -> None:
     """A request in flight while the agent is forked completes exactly once, in the parent."""

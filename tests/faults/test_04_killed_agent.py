@@ -113,7 +113,9 @@ PRELUDE = """
 """
 
 # Branches that spin, that wait, and that are made and ended all the time; each has started two processes.
-CROWD = PRELUDE + """
+CROWD = (
+    PRELUDE
+    + """
     async def spin(env, at):
         await env.step(at, "spin")
 
@@ -150,6 +152,7 @@ CROWD = PRELUDE + """
 
     run({"hosted": hosted, "adopted": adopted}[sys.argv[2]])
 """
+)
 
 
 @contextlib.contextmanager
@@ -188,7 +191,9 @@ def test_a_killed_agent_leaves_its_tree_alive_at_many_moments(kind: str, lines: 
     killed_at(CROWD, "uvloop", kind, lines=lines)
 
 
-DYING_IN_A_FORK = PRELUDE + """
+DYING_IN_A_FORK = (
+    PRELUDE
+    + """
     async def main():
         async with host(Busy) as env:
             at, _ = await env.reset()
@@ -205,6 +210,7 @@ DYING_IN_A_FORK = PRELUDE + """
 
     run(main)
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +233,9 @@ def test_an_agent_killed_at_a_moment_of_a_fork_leaves_its_tree_alive(moment: str
 
 
 # The agent kills itself at its n-th Python call in an operation, so that every moment of it can be tried.
-DYING_IN_A_CALL = PRELUDE + """
+DYING_IN_A_CALL = (
+    PRELUDE
+    + """
     def die_at(number):
         def count(frame, event, argument):
             nonlocal number
@@ -274,6 +282,7 @@ DYING_IN_A_CALL = PRELUDE + """
 
     run({"start": start, "fork": fork, "adopt": adopt, "end": end}[sys.argv[2]])
 """
+)
 
 
 def killed_in_a_call(operation: str, number: int) -> bool:

@@ -124,5 +124,3 @@ async def test_the_agent_reaps_every_child_itself() -> None:
         assert os.waitpid(-1, 0)[0] == warden
         with pytest.raises(BranchLost):
             await env.step(at, "go")
-
-

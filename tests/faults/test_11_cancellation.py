@@ -81,8 +81,6 @@ async def scene(strategy: Any = None) -> AsyncIterator[Scene]:
             yield Scene(env, mgr, at)
 
 
-
-
 async def test_cancel_of_branch_leaks_the_child(mode: str) -> None:
     """A branch, or several, cancelled at any suspension of making, stepping and ending leave nothing."""
     async with scene() as it:
@@ -128,9 +126,7 @@ async def test_cancel_of_checkpoint_leaks_the_child(mode: str) -> None:
             await it.mgr.checkpoint("start", it.at)
 
         async def check() -> None:
-            await eventually(
-                lambda: tuple(map(len, snapshot())) == tuple(map(len, it.before)), what="nothing is left"
-            )
+            await eventually(lambda: tuple(map(len, snapshot())) == tuple(map(len, it.before)), what="nothing is left")
             async with it.mgr.branch("start") as (branch, below):
                 assert (await branch.step(below, "go")).next_state.observation == 2
 

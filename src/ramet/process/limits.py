@@ -143,7 +143,7 @@ def _processes() -> Iterator[Limit]:
             # It bounds the threads of one user; they are counted only if those of all users come near.
             used = total if total * 2 < soft else _threads_of(os.getuid())
             yield Limit("RLIMIT_NPROC", soft, used, "raise it with `ulimit -u`")
-    for folder in _pids_cgroups():
+    for folder in _cgroups("pids"):
         with contextlib.suppress(OSError, ValueError):
             value = _number(f"{folder}/pids.max")
             used = _number(f"{folder}/pids.current")
@@ -151,6 +151,14 @@ def _processes() -> Iterator[Limit]:
 
 
 def _memory() -> Iterator[Limit]:
+    for folder in _cgroups("memory"):
+        for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with contextlib.suppress(OSError, ValueError):
+                value = _number(f"{folder}/{limit}")
+                used = _number(f"{folder}/{usage}") - _reclaimable(folder)
+                yield Limit(
+                    f"cgroup {limit} in MiB", value // _MEMORY_EACH, used // _MEMORY_EACH, "a branch takes about 1 MiB"
+                )
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
@@ -170,12 +178,22 @@ def _threads_of(user: int) -> int:
     return count
 
 
-def _pids_cgroups() -> Iterator[str]:
+def _reclaimable(folder: str) -> int:
+    """The bytes of a memory cgroup's use that are file cache nobody waits for."""
+    with open(f"{folder}/memory.stat") as file:
+        for line in file:
+            if line.startswith(("inactive_file ", "total_inactive_file ")):
+                return int(line.split()[1])
+    return 0
+
+
+def _cgroups(controller: str) -> Iterator[str]:
+    """The folders of this process's cgroup that bound `controller`, in version 1 or 2."""
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         for line in file:
             _, controllers, path = line.strip().split(":", 2)
-            if controllers == "" or "pids" in controllers.split(","):
-                root = "/sys/fs/cgroup" if controllers == "" else "/sys/fs/cgroup/pids"
+            if controllers == "" or controller in controllers.split(","):
+                root = "/sys/fs/cgroup" if controllers == "" else f"/sys/fs/cgroup/{controller}"
                 yield f"{root}{path}"
                 if path != "/":
                     yield root  # inside a container the path is the host's, and the root is ours

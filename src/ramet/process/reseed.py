@@ -108,7 +108,7 @@ def _attribute(holder: Any, name: str) -> Any:
 
 
 def _reseed_generator(value: Any, seed: int) -> bool:
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         value.seed(seed)
         return True
     numpy_random = sys.modules.get("numpy.random")
