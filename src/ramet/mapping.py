@@ -36,9 +36,11 @@ async def mapped(
             group.start_soon(_work, function, work, send.clone())
         send.close()
         results = _in_order(receive) if ordered else _as_they_come(receive)
-        async with aclosing(results):
-            yield results
-        group.cancel_scope.cancel()
+        try:
+            async with aclosing(results):
+                yield results
+        finally:
+            group.cancel_scope.cancel()  # before the stream is closed, which would be an error in who sends
 
 
 async def _work(

@@ -137,7 +137,7 @@ async def test_hosted(strategy: str) -> None:
     surface = AsyncSurface()
     with anyio.fail_after(30):
         async with surface.host(ENVIRONMENTS[strategy]) as env:
-            for scenario in SCENARIOS:
+            for scenario in SCENARIOS if strategy == "process_fork" else SCENARIOS[1:]:
                 await scenario(surface, env, strategy, True)
 
 
@@ -153,7 +153,7 @@ def test_hosted_blocking(strategy: str) -> None:
     async def main() -> None:
         surface = BlockingSurface()
         async with surface.host(ENVIRONMENTS[strategy]) as env:
-            for scenario in SCENARIOS:
+            for scenario in SCENARIOS if strategy == "process_fork" else SCENARIOS[1:]:
                 await scenario(surface, env, strategy, False)
 
     finish(main())
@@ -175,9 +175,9 @@ async def test_continuations_at_once(strategy: str) -> None:
         async with surface.manager(env, **options_for(strategy, True)) as mgr:
             await mgr.checkpoint("step5", state, actions=actions, reset_options=RESET)
             async with anyio.create_task_group() as tg:
-                for number in range(100):
+                for number in range(50):
                     tg.start_soon(rollout, mgr, number)
-    assert sorted(seen) == sorted(f"{WAY}/way-{number}/end" for number in range(100))
+    assert sorted(seen) == sorted(f"{WAY}/way-{number}/end" for number in range(50))
 
 
 # -- which strategy ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import anyio
 
 Operation = Callable[[], Coroutine[Any, Any, object]]
 
-MODES = ["scope", "task"]
+MODES = ("scope", "task")
 """By a cancel scope around it, or by asyncio's own `Task.cancel`, as `asyncio.timeout` and Ctrl-C do."""
 
 _PATIENCE = 200  # suspensions; more than any operation has here

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ramet import State, StateMetadata, StepResult
-from tests.helpers import descendants, open_fds
+from ramet.process.warden import children
+from tests.helpers import open_fds
 
 
 def state_at(step: int, observation: Any = None) -> State:
@@ -53,6 +54,13 @@ Snapshot = tuple[frozenset[int], dict[int, str]]
 
 
 def snapshot() -> Snapshot:
-    """Every process below this one, zombies too, and every open descriptor of this one."""
-    below = descendants(os.getpid())
-    return frozenset(process.pid for process in below), open_fds()
+    """Every process below this one, zombies too, and every open descriptor of this one.
+
+    It is taken often, and does not look at the processes of others.
+    """
+    below: list[int] = []
+    waiting = [os.getpid()]
+    while waiting:
+        below += waiting
+        waiting = [child for pid in waiting for child in children(pid)]
+    return frozenset(below[1:]), open_fds()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, NoReturn, TypeVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramet.errors import (
@@ -313,6 +313,7 @@ FLOWS: dict[str, Callable[[Peer], Flow[Any]]] = {
 
 
 @pytest.mark.parametrize("name", FLOWS)
+@settings(max_examples=40)
 @given(outcome=st.integers(-1, 5), facts=st.lists(state_of_words(), max_size=7))
 def test_malformed_replies_are_protocol_errors(name: str, outcome: int, facts: list[Any]) -> None:
     """Whatever comes back, a flow gives a result or raises one of ramet's errors."""

@@ -1,0 +1,154 @@
+"""Run flows and plans on blocking sockets; the twin of `ramet.drive`."""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import threading
+import time
+from typing import Any, TypeVar
+
+from ramet.errors import (
+    BranchBusy,
+    BranchLost,
+    ProtocolError,
+    StepTimeout,
+)
+from ramet.process.link import Ended, Gone, Link, Plan, Talk
+from ramet.process.tree import Tree
+from ramet.protocol.flows import Flow, Post
+
+__all__ = ["run", "talk"]
+
+T = TypeVar("T")
+
+_CHUNK = 65536
+_STATUS_WITHIN = 2.0
+
+
+def talk(link: Link, flow: Flow[T], *, timeout: float | None = None) -> T:
+    """Run one conversation on a connection; see `ramet.drive.talk`. An interrupt leaves the branch usable."""
+    link.check()
+    if link.shared:
+        if link.queue is None:
+            link.queue = threading.Lock()
+        with link.queue:
+            link.check()
+            return _talk(link, flow, timeout)
+    return _talk(link, flow, timeout)
+
+
+def _talk(link: Link, flow: Flow[T], timeout: float | None) -> T:
+    if link.busy:
+        raise BranchBusy(link.name)
+    link.busy = True
+    try:
+        link.sock.settimeout(timeout)
+        return _drive(link, flow)
+    except TimeoutError:
+        late = StepTimeout(link.name, pid=link.pid, timeout=timeout or math.inf)
+        link.tree.kill([link])
+        link.shut(late)
+        raise late from None
+    except EOFError:
+        link.check()
+        if link.pid and not link.gone:
+            _wait(link.tree, (link,), _STATUS_WITHIN)
+        raise link.lose() from None
+    except ProtocolError as error:
+        link.tree.kill([link])
+        link.shut(error)
+        raise
+    finally:
+        link.busy = False
+
+
+def _drive(link: Link, flow: Flow[T]) -> T:
+    try:
+        wanted = flow.send(None)
+        while True:
+            try:
+                came = None
+                if wanted is None:
+                    came = link.peer.decode(_receive(link))
+                else:
+                    _send(link, wanted)
+            except BaseException as error:
+                wanted = flow.throw(error)
+            else:
+                wanted = flow.send(came)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+def _receive(link: Link) -> bytes:
+    inbox = link.inbox
+    while (payload := inbox.next()) is None:
+        try:
+            data = link.sock.recv(_CHUNK)
+        except TimeoutError:
+            raise
+        except OSError:
+            raise EOFError from None
+        if not data:
+            raise EOFError
+        inbox.feed(data)
+    return payload
+
+
+def _send(link: Link, wanted: bytes | Post) -> None:
+    data = wanted.data if isinstance(wanted, Post) else wanted
+    sent = 0
+    try:
+        if isinstance(wanted, Post):
+            sent = socket.send_fds(link.sock, [data], wanted.fds)
+        while sent < len(data):
+            sent += link.sock.send(data[sent:] if sent else data)
+    except TimeoutError:
+        raise
+    except OSError:
+        raise EOFError from None
+    except BaseException:
+        if sent:
+            link.tree.kill([link])
+            link.shut(BranchLost(link.name, pid=link.pid, reason="interrupted while a request was half written"))
+        raise
+
+
+def run(plan: Plan[T]) -> T:
+    """Run a plan; see `ramet.process.link`."""
+    try:
+        step = plan.send(None)
+        while True:
+            try:
+                came = _do(step)
+            except BaseException as error:
+                step = plan.throw(error)
+            else:
+                step = plan.send(came)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+def _do(step: Talk | Gone | Ended) -> Any:
+    if isinstance(step, Talk):
+        return talk(step.link, step.flow, timeout=step.timeout)
+    if isinstance(step, Gone):
+        return _wait(step.links[0].tree, step.links, step.timeout)
+    return step.tree.reap(step.timeout)
+
+
+def _wait(tree: Tree, links: tuple[Link, ...], timeout: float) -> None:
+    """Wait until the warden has reaped these processes."""
+    until = time.monotonic() + timeout
+    while True:
+        tree.pull()
+        left = until - time.monotonic()
+        if tree.ended or all(link.gone for link in links) or left <= 0:
+            return
+        poll = select.poll()
+        poll.register(tree.control, select.POLLIN)
+        poll.poll(min(left, 0.05) * 1000)  # another thread may read what we wait for
