@@ -19,7 +19,7 @@ LAYERS = [
     {"types", "errors"},
     {"protocol"},
     {"process"},
-    {"branch", "drive", "hosting", "lineage", "local", "naming", "pending", "pump"},
+    {"branch", "drive", "hosting", "lineage", "local", "naming", "pending", "pump", "rounds"},
     {"strategies"},
     {"manager", "blocking", "gather", "mapping"},
     {"search", "sessions", "testing", "adapters"},

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ramet.branch import BranchEnvironment
-from ramet.drive import talk_all
 from ramet.local import LocalEnvironment
 from ramet.process.link import Link
 from ramet.protocol.flows import Flow
+from ramet.rounds import talk_all
 from ramet.types import State, StepResult
 
 if TYPE_CHECKING:
