@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from ramet.errors import BranchBusy, BranchLost, ProtocolError, StepTimeout
+from ramet.errors import BranchBusy, BranchClosed, BranchLost, ProtocolError, StepTimeout
 from ramet.process.link import Ended, Gone, Link, Plan, Talk
 from ramet.process.tree import Tree
 from ramet.protocol.flows import Flow, Post
@@ -41,6 +41,8 @@ async def talk(link: Link, flow: Flow[T], *, timeout: float | None = None) -> T:
             link.queue = anyio.Lock(fast_acquire=True)
         async with link.queue:
             link.check()
+            if not link.shared:  # its end has begun
+                raise BranchClosed(link.name)
             return await _talk(link, flow, timeout)
     return await _talk(link, flow, timeout)
 

@@ -43,7 +43,7 @@ async def go_on_for_ever(mgr: BranchManager, waiting: list[Any]) -> None:
         state = (await env.step(state, "a")).next_state
         waiting.append(env)
         while True:
-            await anyio.sleep(0.005)
+            await anyio.sleep(0.05)
             state = (await env.step(state, "b")).next_state
 
 
@@ -174,6 +174,7 @@ async def rollout(mgr, number):
     async with mgr.branch("here") as (env, state):
         state = (await env.step(state, "a")).next_state
         ready.append(number)
+        await everybody.wait()
         while True:
             await anyio.sleep(0.005)
             state = (await env.step(state, "b")).next_state
@@ -181,9 +182,12 @@ async def rollout(mgr, number):
 async def say():
     while len(ready) < count:
         await anyio.sleep(0.005)
+    everybody.set()
     print("ready", os.getpid(), flush=True)
 
 async def main():
+    global everybody
+    everybody = anyio.Event()
     async with host(Trail) as env, BranchManager.create(env) as mgr:
         state, _ = await env.reset(seed=1)
         await mgr.checkpoint("here", state)
@@ -217,9 +221,18 @@ with host(Trail) as env, BranchManager.create(env) as mgr:
 LOOPS = ["asyncio -", "asyncio uvloop", "trio -", "blocking"]
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-@pytest.mark.parametrize("count", [50, pytest.param(BRANCHES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count, number",
+    [
+        pytest.param(BRANCHES, signal.SIGKILL, id="SIGKILL"),
+        pytest.param(50, signal.SIGINT, id="SIGINT"),
+        pytest.param(50, signal.SIGTERM, id="SIGTERM"),
+        pytest.param(BRANCHES, signal.SIGINT, id="SIGINT-many", marks=pytest.mark.slow),
+        pytest.param(BRANCHES, signal.SIGTERM, id="SIGTERM-many", marks=pytest.mark.slow),
+    ],
+)
 def test_the_end_of_the_agent(count: int, number: signal.Signals, loop: str) -> None:
     source = BLOCKING_AGENT if loop == "blocking" else AGENT
     with start_script(source, args=[str(count), *loop.split()]) as agent:

@@ -40,6 +40,7 @@ def _counted(work: Coroutine[Any, Any, object], suspended: Callable[[int], None]
 async def _cancelled_at(operation: Operation, moments: tuple[int, ...], mode: str) -> int:
     """Runs the operation with a cancellation at each of these suspensions; returns how many there were."""
     reached = 0
+    cancel: list[Callable[[], object]] = []
 
     def suspended(number: int) -> None:
         nonlocal reached
@@ -53,13 +54,13 @@ async def _cancelled_at(operation: Operation, moments: tuple[int, ...], mode: st
             await _counted(operation(), suspended)
 
         task = asyncio.ensure_future(run())
-        cancel = [task.cancel for _ in moments]
+        cancel += [task.cancel for _ in moments]
         await asyncio.wait([task])
         if not task.cancelled():
             await task
     else:
         with anyio.CancelScope() as outer, anyio.CancelScope() as inner:
-            cancel = [inner.cancel, outer.cancel]
+            cancel += [inner.cancel, outer.cancel]
             await _counted(operation(), suspended)
     return reached
 

@@ -6,7 +6,7 @@ import random
 import threading
 from typing import Any
 
-import numpy
+import numpy as np
 import pytest
 
 from ramet import BranchManager, CannotReseed, ForkSafetyWarning, host
@@ -19,15 +19,15 @@ class Dice(Counter):
     def __init__(self) -> None:
         super().__init__()
         random.seed(1)
-        numpy.random.seed(2)
+        np.random.seed(2)
         self.held = random.Random(3)
-        self.np_random = numpy.random.default_rng(4)
+        self.np_random = np.random.default_rng(4)
 
     def act(self, action: Any) -> list[float]:
         return [
             random.random(),
             random.gauss(0, 1),  # it keeps a second number for the next call
-            float(numpy.random.random()),
+            float(np.random.random()),
             self.held.random(),
             float(self.np_random.random()),
         ]

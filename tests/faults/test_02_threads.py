@@ -48,7 +48,7 @@ async def test_fork_in_a_process_with_python_threads_is_refused() -> None:
     async with host(Threaded) as env:
         at, _ = await env.reset()
         async with BranchManager.create(env) as mgr:
-            with pytest.raises(CannotBranch, match="poller.*allow_threads") as caught:
+            with pytest.raises(CannotBranch, match=r"poller.*allow_threads") as caught:
                 await mgr.checkpoint("start", at)
             assert caught.value.strategy == "process_fork"
             with pytest.raises(CannotBranch, match="poller"):

@@ -15,7 +15,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from ramet import BranchManager, StaleState
 from tests.faults.envs import Counter
-from tests.helpers import open_fds, start_script
+from tests.helpers import eventually, open_fds, start_script
 
 pytestmark = pytest.mark.filterwarnings("ignore::ramet.ForkSafetyWarning")  # NumPy's threads in this process
 
@@ -174,8 +174,7 @@ async def test_callbacks_of_a_forked_event_loop_run_twice(tmp_path: Path) -> Non
                 async with mgr.branches("start", 5) as pairs:
                     for pair in pairs:
                         await play(*pair)
-                    while log.read_text().count("later") < 3:
-                        await anyio.sleep(0.01)
+                    await eventually(lambda: log.read_text().count("later") == 3)
                     group.cancel_scope.cancel()
     finally:
         os.close(fd)

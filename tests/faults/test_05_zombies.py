@@ -31,8 +31,7 @@ class Messy(Counter):
 async def cycle(mgr: BranchManager, action: str = "go") -> int:
     async with mgr.branch("start") as (branch, at):
         await branch.step(at, action)
-        pid = branch.pid
-    return pid
+        return branch.pid
 
 
 def zombies() -> list[str]:

@@ -25,7 +25,8 @@ class Tool(Counter):
         if action == "begin":
             self.process = subprocess.Popen(["sh", "-c", "read word; exit 9"], stdin=subprocess.PIPE)
             return self.process.pid
-        return self.process.communicate(b"end\n") and self.process.returncode
+        self.process.communicate(b"end\n")
+        return self.process.returncode
 
 
 class Reaper(Tool):
@@ -38,7 +39,7 @@ class Reaper(Tool):
         if thread:  # then it is forked in the other of the two ways
             threading.Thread(target=threading.Event().wait, name="idle", daemon=True).start()
 
-    def reap(self, *_: Any) -> None:
+    def reap(self, *signal_and_frame: Any) -> None:
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -106,13 +107,19 @@ async def test_a_tree_steals_the_exit_status_of_the_agents_own_subprocess() -> N
     """The agent's own children keep their status while hosts and checkpoints of live objects come and go."""
     live = Tool()
     at, _ = live.reset()
-    with subprocess.Popen(["sh", "-c", "read word; exit 9"], stdin=subprocess.PIPE) as process:
+    before: Any = live.act("begin")
+    with live.process:
         async with BranchManager.create(live) as mgr:
             await mgr.checkpoint("start", at)
             await come_and_go(mgr, 3)
-            assert subprocess.run(["sh", "-c", "exit 4"], check=False).returncode == 4
-        process.communicate(b"end\n")
-    assert process.returncode == 9
+            assert live.act(4) == 4
+        assert state(before) is not None
+        assert live.act("end") == 9
+
+
+def reap_any() -> int:
+    pid, _ = os.waitpid(-1, 0)
+    return pid
 
 
 async def test_the_agent_reaps_every_child_itself() -> None:
@@ -121,6 +128,6 @@ async def test_the_agent_reaps_every_child_itself() -> None:
         at, _ = await env.reset()
         warden = env.source.link.tree.pid if env.source.link else 0
         os.kill(warden, signal.SIGKILL)
-        assert os.waitpid(-1, 0)[0] == warden
+        assert reap_any() == warden
         with pytest.raises(BranchLost):
             await env.step(at, "go")

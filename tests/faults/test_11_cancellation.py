@@ -247,11 +247,14 @@ async def test_an_exception_in_the_reader_of_map_leaks_the_children(mode: str) -
         async def rollout(env: Any, at: Any) -> Any:
             return (await env.step(at, "go")).next_state.observation
 
+        async def read_and_fail(taken: int) -> None:
+            async with it.mgr.map(rollout, "start", 6, limit=3) as results:
+                for _ in range(taken):
+                    await anext(results)
+                raise ValueError
+
         for taken in (0, 1, 4):
             with pytest.raises(ExceptionGroup) as caught:
-                async with it.mgr.map(rollout, "start", 6, limit=3) as results:
-                    for _ in range(taken):
-                        await anext(results)
-                    raise ValueError
+                await read_and_fail(taken)
             assert [type(error) for error in caught.value.exceptions] == [ValueError]
             await it.check()

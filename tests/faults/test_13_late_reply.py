@@ -112,6 +112,31 @@ async def test_a_late_reply_to_a_fork_answers_the_next_request(tmp_path: Path) -
             await eventually(lambda: snapshot() == before)
 
 
+@pytest.mark.filterwarnings("ignore::ramet.ForkSafetyWarning")  # NumPy's threads in the test process
+async def test_a_late_reply_that_nobody_waits_for_ends_the_tree(tmp_path: Path, capfd: Any) -> None:
+    """A copy of the agent whose late answer finds its connection closed goes on for the branches that it has."""
+    live = Slow(str(tmp_path))
+    at, _ = live.reset()
+    async with BranchManager.create(live) as mgr:
+        await mgr.checkpoint("start", at)
+        branch, below = await mgr.branch("start")
+        checkpoint = next(node.pid for node in mgr.tree().nodes() if node.kind == "checkpoint")
+        os.kill(checkpoint, signal.SIGSTOP)
+        try:
+            with anyio.move_on_after(0.05):
+                await mgr.branches("start", 3)
+            await mgr.checkpoint("start", at)  # the old one goes, its branch runs on
+        finally:
+            os.kill(checkpoint, signal.SIGCONT)
+        copy, _ = await branch.fork()
+        await copy.aclose()  # the request to end it comes behind the late fork
+        assert state(copy.pid) is None
+        assert (await branch.step(below, "go")).reward == 1.0
+        async with mgr.branch("start") as (other, below):
+            assert (await other.step(below, "go")).reward == 1.0
+    assert capfd.readouterr().err == ""
+
+
 class Unreadable:
     """A value that pickles here, and cannot be unpickled anywhere."""
 
@@ -126,7 +151,7 @@ async def test_an_error_about_the_request_answers_the_next_request() -> None:
         for _ in range(2):
             with pytest.raises(EncodeError):
                 await env.call("echo", threading.Lock())  # it takes a number and is never sent
-            with anyio.fail_after(10), pytest.raises(EncodeError, match="cannot read it.*seven"):
+            with anyio.fail_after(10), pytest.raises(EncodeError, match=r"cannot read it.*seven"):
                 await env.call("echo", Unreadable())
             assert await env.call("echo", 7) == 7
 

@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import pytest
 
+import ramet.blocking
 from ramet import BranchEnvironment, BranchLost, BranchManager, EnvironmentFailed, HostFailed, StepResult, host
 from tests.faults.envs import Counter, wait_for_file
 from tests.helpers import state, wait_until
@@ -84,45 +85,44 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("action", ENDS)
-async def test_the_true_error_of_a_crash_is_buried(action: str, tmp_path: Path) -> None:
+async def test_the_true_error_of_a_crash_is_buried(tmp_path: Path) -> None:
     """`BranchLost` names the process and how it ended, at once and at every later call; siblings go on."""
     async with host(Crashing, output=tmp_path / "output") as env:
         at, _ = await env.reset()
         async with BranchManager.create(env) as mgr:
             await mgr.checkpoint("start", at)
-            async with mgr.branches("start", 2) as ((branch, below), (sibling, its)):
-                pid = branch.pid
-                with anyio.fail_after(10), pytest.raises(BranchLost) as caught:
-                    await branch.step(below, action)
-                assert caught.value.reason == ENDS[action]
-                assert str(caught.value) == f"{branch.name} (pid {pid}) is gone: {ENDS[action]}"
-                assert caught.value.pid == pid
-                assert state(pid) is None
-                assert caught.value.__cause__ is None
-                assert caught.value.__suppress_context__
-                with pytest.raises(BranchLost, match="is gone"):
-                    await branch.call("pid")
-                assert f"· {ENDS[action]}" in str(mgr.tree())
-                assert (await sibling.step(its, "go")).reward == 1.0
-            if action == "sys.exit text":
-                assert "no more cards" in (tmp_path / "output").read_text()
+            for action, reason in ENDS.items():
+                async with mgr.branches("start", 2) as ((branch, below), (sibling, its)):
+                    pid = branch.pid
+                    with anyio.fail_after(10), pytest.raises(BranchLost) as caught:
+                        await branch.step(below, action)
+                    assert caught.value.reason == reason
+                    assert str(caught.value) == f"{branch.name} (pid {pid}) is gone: {reason}"
+                    assert caught.value.pid == pid
+                    assert state(pid) is None
+                    assert caught.value.__cause__ is None
+                    assert caught.value.__suppress_context__
+                    with pytest.raises(BranchLost, match="is gone"):
+                        await branch.call("pid")
+                    assert f"· {reason}" in str(mgr.tree())
+                    assert (await sibling.step(its, "go")).reward == 1.0
+    assert "no more cards" in (tmp_path / "output").read_text()
 
 
-@pytest.mark.parametrize("action", ["segfault", "_exit", "kill", "sys.exit"])
-async def test_the_true_error_of_a_crash_in_many_branches_is_buried(action: str) -> None:
+async def test_the_true_error_of_a_crash_in_many_branches_is_buried() -> None:
     """`step_all` gives each branch that died its own error, and the others their results."""
     async with host(Crashing, output="discard") as env:
         at, _ = await env.reset()
         async with BranchManager.create(env) as mgr:
             await mgr.checkpoint("start", at)
-            async with mgr.branches("start", 4) as pairs:
-                results = await mgr.step_all(pairs, ["go", action, action, "go"])
+            async with mgr.branches("start", len(ENDS) + 2) as pairs:
+                results = await mgr.step_all(pairs, ["go", *ENDS, "go"])
                 assert isinstance(results, list)
-                assert [isinstance(result, StepResult) for result in results] == [True, False, False, True]
-                for result, (branch, _) in zip(results[1:3], pairs[1:3], strict=True):
+                assert isinstance(results[0], StepResult)
+                assert isinstance(results[-1], StepResult)
+                for result, (branch, _), reason in zip(results[1:-1], pairs[1:-1], ENDS.values(), strict=True):
                     assert isinstance(result, BranchLost)
-                    assert (result.pid, result.reason) == (branch.pid, ENDS[action])
+                    assert (result.pid, result.reason) == (branch.pid, reason)
 
 
 async def test_the_true_error_of_a_crash_of_the_host_is_buried() -> None:
@@ -130,7 +130,7 @@ async def test_the_true_error_of_a_crash_of_the_host_is_buried() -> None:
     async with host(Crashing) as env:
         at, _ = await env.reset()
         copy, below = await env.fork()
-        with pytest.raises(BranchLost, match="host-[0-9]+ .* exited with status 3"):
+        with pytest.raises(BranchLost, match=r"host-[0-9]+ .* exited with status 3"):
             await env.step(at, "_exit")
         with pytest.raises(BranchLost, match="exited with status 3"):
             await env.fork()
@@ -138,10 +138,10 @@ async def test_the_true_error_of_a_crash_of_the_host_is_buried() -> None:
 
 
 @pytest.mark.parametrize("action", ["segfault", "_exit", "kill", "sys.exit"])
-async def test_the_true_error_of_a_crash_in_the_factory_is_buried(action: str) -> None:
+def test_the_true_error_of_a_crash_in_the_factory_is_buried(action: str) -> None:
     """A process that ends while the environment is built gives `HostFailed` with how it ended."""
     with pytest.raises(HostFailed) as caught:
-        await host(BornCrashing, args=(action,), output="discard")
+        ramet.blocking.host(BornCrashing, args=(action,), output="discard")
     assert "BornCrashing" in str(caught.value)
     assert ENDS[action] in caught.value.reason
 
@@ -157,14 +157,14 @@ async def test_an_exception_in_a_destructor_ends_a_branch(tmp_path: Path) -> Non
     assert (tmp_path / "output").read_text().count("RuntimeError: from __del__") == 2
 
 
-@pytest.mark.parametrize("action, name", [("recurse", "RecursionError"), ("interrupt", "KeyboardInterrupt")])
-async def test_an_odd_exception_ends_a_branch(action: str, name: str) -> None:
+async def test_an_odd_exception_ends_a_branch() -> None:
     """What the environment raises is its own failure, whatever it is, and the branch stays usable."""
     async with host(Crashing) as env:
         at, _ = await env.reset()
-        with pytest.raises(EnvironmentFailed, match=name):
-            await env.step(at, action)
-        assert await env.call("pid") == env.pid
+        for action, name in (("recurse", "RecursionError"), ("interrupt", "KeyboardInterrupt")):
+            with pytest.raises(EnvironmentFailed, match=name):
+                await env.step(at, action)
+            assert await env.call("pid") == env.pid
 
 
 def unread(env: BranchEnvironment) -> int:

@@ -39,7 +39,8 @@ class Talker(Counter):
 
     def close(self) -> None:
         sys.stdout.flush()
-        print("closed", flush=True)
+        sys.stdout.write("closed\n")
+        sys.stdout.flush()
         if self.file:
             self.file.close()
 

@@ -17,10 +17,9 @@ class Matrices(Counter):
 
     def __init__(self) -> None:
         super().__init__()
-        import numpy
+        import numpy as np  # not before the number of its threads was set
 
-        self.numpy = numpy
-        self.matrix = numpy.random.default_rng(0).random((400, 400))
+        self.matrix = np.random.default_rng(0).random((400, 400))
         self.product = float((self.matrix @ self.matrix).sum())  # a pool, if there is one, exists now
 
     def act(self, action: Any) -> Any:

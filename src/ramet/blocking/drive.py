@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ramet.errors import (
     BranchBusy,
+    BranchClosed,
     BranchLost,
     ProtocolError,
     StepTimeout,
@@ -35,6 +36,8 @@ def talk(link: Link, flow: Flow[T], *, timeout: float | None = None) -> T:
             link.queue = threading.Lock()
         with link.queue:
             link.check()
+            if not link.shared:  # its end has begun
+                raise BranchClosed(link.name)
             return _talk(link, flow, timeout)
     return _talk(link, flow, timeout)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Generator
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,7 +89,7 @@ class Link:
     def check(self) -> None:
         """Raise what says why no call can be made, if none can."""
         if self._ended is not None:
-            raise self._ended.with_traceback(None)
+            raise copy(self._ended)  # several tasks may raise it, and each adds a traceback of its own
 
     def shut(self, reason: Exception | None = None) -> None:
         """Close the connection; later calls raise `reason`. The process ends when it notices, or by a kill."""

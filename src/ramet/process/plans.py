@@ -197,6 +197,7 @@ def close_tree(host: Link, *, grace: float) -> Plan[None]:
     """
     failure: BaseException | None = None
     if host.open and not host.busy and not host.tree.ended:
+        host.shared = False  # from now on calls do not queue, or the end would wait for those that do
         try:
             yield Talk(host, host.peer.close(), grace)
         except BranchLost:

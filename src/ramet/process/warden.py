@@ -102,7 +102,10 @@ class Warden:
     def _serve(self) -> bool:
         """One turn of the environment in this process; in a forked child it never returns."""
         assert self._server is not None
-        turn = self._server.turn()
+        try:
+            turn = self._server.turn()
+        except ConnectionError:
+            return False  # the agent has let this checkpoint go before it had our answer; its branches live on
         if turn:
             self._leave()
             self._server.serve()
