@@ -133,6 +133,17 @@ class BranchEnvironment:
         """
         return await self._talk(self._peer.hidden(state))
 
+    async def current(self) -> State:
+        """The newest state, for instance after a step that was cancelled while it waited for its answer.
+
+        Raises:
+            InvalidEnvironment: the environment was not reset yet.
+            BranchLost: its process is gone.
+        """
+        self._state = await self._talk(self._peer.current())
+        self._certain = True
+        return self._state
+
     @overload
     async def fork(self, n: None = None, *, seed: Seed = None) -> tuple[BranchEnvironment, State]: ...
 

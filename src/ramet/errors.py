@@ -212,8 +212,8 @@ class StaleState(RametError):
         self.state = state
         which = f"the state of step {state}" if state >= 0 else "a state of an earlier episode"
         super().__init__(
-            f"{branch} stands at step {at} and cannot go back to {which}: step the newest state,"
-            " or make a checkpoint before moving on and branch from that"
+            f"{branch} stands at step {at} and cannot go back to {which}: step the newest state"
+            " (current() gives it), or make a checkpoint before moving on and branch from that"
         )
 
 

@@ -146,6 +146,17 @@ class LocalEnvironment:
             raise ForeignState(self.name, state._ref.owner if state._ref is not None else "another branch")
         return state.hidden
 
+    async def current(self) -> State:
+        """The newest state that was seen.
+
+        Raises:
+            InvalidEnvironment: the environment was not reset here yet.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        if self._state is None:
+            raise InvalidEnvironment("the environment was not reset yet: call reset() first")
+        return self._state
+
     @overload
     async def fork(self, n: None = None, *, seed: Seed = None) -> tuple[LocalEnvironment, State]: ...
 

@@ -86,7 +86,15 @@ class BranchManager:
         wanted = strategy if strategy is not None or config is None else config.branching_strategy
         name = resolve(source, strategy=wanted, factory=factory)
         _check_loop(source, name)
-        book = Book(make_strategy(name, factory=factory, options=source.options, keep_fds=keep_fds, blocking=False))
+        made = make_strategy(
+            name,
+            factory=factory,
+            options=source.options,
+            keep_fds=keep_fds,
+            blocking=False,
+            by_itself=wanted is None,
+        )
+        book = Book(made)
         return cls(proxy, book, node)
 
     # -- checkpoints -----------------------------------------------------------------------------

@@ -20,9 +20,6 @@ import pytest
 from ramet import BranchManager, host
 from ramet.blocking import BranchManager as BlockingManager
 from ramet.blocking import host as blocking_host
-from ramet.blocking import run as run_blocking
-from ramet.drive import run
-from ramet.process.plans import end
 from tests.faults.probes import Counter
 
 DEEP = 200
@@ -82,7 +79,8 @@ def test_fork_slower_with_each_generation() -> None:
             links = first.take_links()
         assert drawn.count("fork-") == DEEP
         assert len(links) == DEEP
-        run_blocking(end(links))
+        for link in links:
+            link.shut()
 
 
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {})])
@@ -96,7 +94,6 @@ async def test_a_chain_deeper_than_the_recursion_limit_ends(anyio_backend: Any) 
         with recursion_limited_to(60):
             links = env.take_links()
         assert len(links) == 81
-        await run(env._end(env._link))  # type: ignore[misc]
 
 
 async def test_a_chain_that_stands_still_gathers_nothing() -> None:

@@ -102,6 +102,12 @@ class BranchEnvironment:
         """The hidden part of `state`."""
         return self._talk(self._peer.hidden(state))
 
+    def current(self) -> State:
+        """The newest state, for instance after a step that was interrupted while it waited for its answer."""
+        self._state = self._talk(self._peer.current())
+        self._certain = True
+        return self._state
+
     @overload
     def fork(self, n: None = None, *, seed: Seed = None) -> tuple[BranchEnvironment, State]: ...
 

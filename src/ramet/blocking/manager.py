@@ -90,7 +90,14 @@ class BranchManager:
                 "it is an async environment, and there is no event loop here",
                 instead="host it: `with host(factory) as env`",
             )
-        made = make_strategy(name, factory=factory, options=source.options, keep_fds=keep_fds, blocking=True)
+        made = make_strategy(
+            name,
+            factory=factory,
+            options=source.options,
+            keep_fds=keep_fds,
+            blocking=True,
+            by_itself=wanted is None,
+        )
         return cls(env, source, Book(made), node)
 
     def checkpoint(

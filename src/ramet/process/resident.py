@@ -210,6 +210,12 @@ class Resident:
 
     def history(self) -> bytes:
         """The reset and the steps that led to the newest state, encoded."""
+        if self.pure:
+            raise CannotBranch(
+                "action_replay",
+                "a pure environment keeps no record, since any of its states can be stepped at any time",
+                instead="use strategy='direct', or pass actions=(...) to checkpoint()",
+            )
         if not self.reset_with:
             raise CannotBranch("action_replay", "the environment was not reset here, so there is nothing to replay")
         return self.codec.encode([self.reset_with, self.reset_sum, [list(step) for step in self.steps]])

@@ -49,8 +49,18 @@ def make_strategy(
     options: LaunchOptions,
     keep_fds: Sequence[int],
     blocking: bool,
+    by_itself: bool,
 ) -> Strategy:
-    """The strategy of that name; each is imported when it is used."""
+    """The strategy of that name; each is imported when it is used.
+
+    Args:
+        name: the strategy.
+        factory: what builds a fresh environment, for `action_replay`.
+        options: how processes are started.
+        keep_fds: descriptors of the agent that belong to the environment.
+        blocking: which kind of driver runs its plans.
+        by_itself: it was chosen without being asked for, so it has to be safe.
+    """
     if name == "direct":
         from ramet.strategies.direct import Direct
 
@@ -66,7 +76,7 @@ def make_strategy(
     from ramet.strategies.action_replay import ActionReplay
 
     assert factory is not None
-    return ActionReplay(factory, options, blocking=blocking)
+    return ActionReplay(factory, options, blocking=blocking, by_itself=by_itself)
 
 
 def _instead_of_clone(source: Source, name: StrategyName) -> StrategyName:

@@ -33,15 +33,17 @@ class ActionReplay:
         factory: what builds a fresh environment.
         options: how its processes are started.
         blocking: which kind of driver runs the plans.
+        by_itself: it was chosen without being asked for, so a task index must be one that the spec supports.
     """
 
     name = "action_replay"
 
-    def __init__(self, factory: Factory, options: LaunchOptions, *, blocking: bool) -> None:
+    def __init__(self, factory: Factory, options: LaunchOptions, *, blocking: bool, by_itself: bool = False) -> None:
         self._recipe = Recipe.pack(factory.make, factory.args, factory.kwargs)
         self._factory = factory
         self._options = options
         self._blocking = blocking
+        self._by_itself = by_itself
         self._tree: Tree | None = None
         self._blank: Link | None = None
         self._asked = False
@@ -75,6 +77,13 @@ class ActionReplay:
             )
         else:
             history = _packed(actions, reset_options)
+        if self._by_itself and not source.spec.supports_task_index and _has_task_index(history):
+            raise CannotBranch(
+                self.name,
+                "it was reset with a task index, and the spec does not say that this fixes the task"
+                " (spec.supports_task_index)",
+                instead="ask for strategy='action_replay' if it does",
+            )
         return Checkpoint(replace(source), state, (history, observed(state.observation)))
 
     def branch(self, checkpoint: Checkpoint, names: Sequence[str], seeds: Sequence[int | None]) -> Plan[list[Copy]]:
@@ -150,6 +159,14 @@ def _recorded(link: Link, state: State) -> Plan[bytes]:
         yield Talk(link, link.peer.check(state))
     history: bytes = yield Talk(link, link.peer.history())
     return history
+
+
+def _has_task_index(history: bytes) -> bool:
+    try:
+        _, options = _codec.decode(_codec.decode(history)[0])
+    except RametError:
+        return False  # options that only the environment's process understands
+    return isinstance(options, dict) and "task_index" in options
 
 
 def _packed(actions: Sequence[Any], reset_options: Mapping[str, Any] | None) -> bytes:
