@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.helpers import run_script
 
-SCRIPT = '''
+SCRIPT = """
 import asyncio, multiprocessing, os, select, signal, subprocess, sys, tempfile
 import anyio, anyio._backends._asyncio
 
@@ -49,7 +49,7 @@ async def main():
 
 
 anyio.run(main)
-'''
+"""
 
 
 def test_without_fork_direct_and_clone_work_and_the_rest_is_refused() -> None:

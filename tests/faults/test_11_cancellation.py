@@ -200,7 +200,6 @@ async def test_cancel_of_a_live_objects_checkpoint_leaks_the_child(mode: str) ->
                 branch, below = await mgr.branch("start")
                 await branch.step(below, "go")
                 await mgr.checkpoint("deeper", branch.newest_state(), env=branch)
-                await mgr.checkpoint("start", at)
 
         async def check() -> None:
             await nothing_left(before)
@@ -223,7 +222,8 @@ async def test_cancel_of_a_replay_leaks_the_child(mode: str) -> None:
                     await branch.step(below, "go")
 
         assert await cancel_everywhere(replay, it.check, mode=mode, twice=costly(mode)) >= 5
-        assert await cancel_everywhere(anew, it.check, mode=mode) >= 5
+        if mode == "task":  # each run starts an interpreter
+            assert await cancel_everywhere(anew, it.check, mode=mode) >= 5
 
 
 async def test_cancel_of_map_leaks_the_children(mode: str) -> None:

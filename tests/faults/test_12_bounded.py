@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from ramet import BranchClosed, BranchLost, BranchManager, EnvironmentSpec, HostFailed, StepTimeout, host
+from ramet import BranchClosed, BranchLost, BranchManager, EnvironmentSpec, HostFailed, StepTimeout, drive, host
 from ramet.process import plans
 from tests.faults.envs import Counter, wait_for_file
 from tests.helpers import eventually, state
@@ -144,8 +144,10 @@ async def test_a_warden_that_does_not_answer_holds_up_the_end(monkeypatch: pytes
     assert link.tree.reap(WITHIN)  # which the tree does by itself when it is dropped
 
 
-async def test_a_lost_branch_waits_for_ever_for_its_exit_status() -> None:
+async def test_a_lost_branch_waits_for_ever_for_its_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error for a branch that died comes within seconds, even without its status."""
+    assert drive._STATUS_WITHIN <= 2
+    monkeypatch.setattr(drive, "_STATUS_WITHIN", 0.2)
     async with host(Counter) as env:
         await env.reset()
         copy, below = await env.fork()

@@ -63,7 +63,7 @@ async def step_for_ever(env: Any, at: Any) -> None:
 async def test_logging_locks_held_across_a_fork(thread: bool, tmp_path: Path) -> None:
     """Forked while the environment logs in a tight loop, children still log, and none hangs."""
     log = tmp_path / "log"
-    count = 20
+    count = 8
     async with host(Logger, args=(str(log),), kwargs={"thread": thread}, allow_threads=True) as env:
         at, _ = await env.reset()
         async with BranchManager.create(env) as mgr:
