@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 from ramet.drive import run, shielded, talk
-from ramet.errors import BranchClosed, BranchLost, RametError
+from ramet.errors import BranchClosed, BranchLost, EncodeError, EnvironmentFailed, RametError
 from ramet.lineage import Node
 from ramet.naming import branch_names, note_fork, refuse_remote, warn_of_handle
 from ramet.process.copies import Copy, Source, fork_live
@@ -115,7 +115,11 @@ class BranchEnvironment:
             StepTimeout: it took longer than `step_timeout`, and the branch was ended.
             BranchLost: its process is gone.
         """
-        return self._took(await self._talk(self._peer.step(state, action)))
+        try:
+            return self._took(await self._talk(self._peer.step(state, action)))
+        except (EnvironmentFailed, EncodeError):
+            self._doubt()
+            raise
 
     async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call another public method of the environment, or read a public attribute, such as `call("render")`.
@@ -227,11 +231,18 @@ class BranchEnvironment:
             return self._took(result)
         if isinstance(result, BranchLost):
             self.node.end(result.reason)
+        elif isinstance(result, EnvironmentFailed | EncodeError):
+            self._doubt()
         return result
 
     def unsettle(self) -> None:
         """Note that a call was cancelled: the environment may have moved on."""
         self._certain = False
+
+    def _doubt(self) -> None:
+        """Note that a step has failed: perhaps only its result could not cross, and the environment has moved on."""
+        if not self._peer.pure:
+            self.unsettle()
 
     def _took(self, result: StepResult) -> StepResult:
         self._state = after = result.next_state

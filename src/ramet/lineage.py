@@ -14,7 +14,8 @@ __all__ = ["Kind", "Lineage", "Node"]
 Kind = Literal["environment", "host", "checkpoint", "branch", "fork"]
 
 _KEEP_ENDED = 200
-"""The ended nodes that a parent keeps by name; older ones are only counted, so that a long run does not grow."""
+"""The children that a parent keeps by name after they and all below them have ended. Older ones are only counted, so
+that a long run does not grow."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +34,7 @@ class Node:
         ended: when it ended, in seconds since the epoch, or `None`.
         fork_time: how long it took until it answered, in seconds, if it was forked.
         children: what was made from it.
-        forgotten: how many ended children are only counted.
+        forgotten: how many children are only counted, since they and all below them have ended.
     """
 
     id: int
@@ -49,6 +50,7 @@ class Node:
     children: list[Node] = field(default_factory=list, repr=False)
     forgotten: int = 0
     _forget_at: int = field(default=2 * _KEEP_ENDED, repr=False)
+    _going: int = field(default=0, repr=False)  # the children that have not ended, or have something below that has not
     _parent: Node | None = field(default=None, repr=False)
     _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1), repr=False)
 
@@ -68,6 +70,7 @@ class Node:
         node = Node(next(self._numbers), kind, name, pid, step, seed, fork_time=fork_time)
         node._parent = self
         node._numbers = self._numbers
+        self._go_on()
         self.children.append(node)
         return node
 
@@ -76,9 +79,30 @@ class Node:
         if self.ended is None:
             self.fate = fate
             self.ended = time.time()
+            self._tell_over()
+
+    @property
+    def over(self) -> bool:
+        """Whether it and all below it have ended."""
+        return self.ended is not None and not self._going
+
+    # Neither of these two recurs, and each goes up only as far as something changes: constant on average.
+
+    def _go_on(self) -> None:
+        node: Node | None = self
+        while node is not None:
+            was_over = node.over
+            node._going += 1
+            node = node._parent if was_over else None
+
+    def _tell_over(self) -> None:
+        node = self
+        while node.over and node._parent is not None:
+            node = node._parent
+            node._going -= 1
 
     def _forget(self) -> None:
-        done = [node for node in self.children if node.ended is not None and not node.children]
+        done = [node for node in self.children if node.over]
         drop = set(map(id, done[:-_KEEP_ENDED]))
         self.forgotten += len(drop)
         self.children = [node for node in self.children if id(node) not in drop]

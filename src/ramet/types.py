@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 __all__ = [
     "Action",
@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 StrategyName = Literal["direct", "clone", "process_fork", "action_replay"]
-"""How copies are made; see `docs/copies.md`."""
+"""How copies are made, best first; see `docs/copies.md`."""
 
 Seed = int | Literal["fresh"] | None
 """What a new branch does to its random generators: `None` keeps the exact copy, `"fresh"` reseeds
 from the operating system's entropy, an integer reseeds reproducibly."""
 
-_STRATEGIES = ("direct", "clone", "process_fork", "action_replay")
+_STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 
 
 class Hidden(enum.Enum):

@@ -175,7 +175,7 @@ def test_an_answer_to_a_fork_that_does_not_fit(tail: tuple[Any, ...]) -> None:
         flow.send(peer.decode(msgpack.packb([1, 0, *tail])))
 
 
-FORK: dict[str, Any] = {"seeds": [None], "instant": None, "collect": False, "allow_threads": False, "late": print}
+FORK: dict[str, Any] = {"seeds": [None], "instant": None, "collect": False, "allow_threads": False}
 
 
 @pytest.mark.parametrize("where", ["action", "observation"])

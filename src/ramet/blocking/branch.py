@@ -13,6 +13,8 @@ from ramet.blocking.drive import run, talk
 from ramet.errors import (
     BranchClosed,
     BranchLost,
+    EncodeError,
+    EnvironmentFailed,
     RametError,
 )
 from ramet.lineage import Node
@@ -90,7 +92,12 @@ class BranchEnvironment:
 
     def step(self, state: State, action: Any) -> StepResult:
         """Take one step; raises as `ramet.BranchEnvironment.step` does."""
-        result = self._talk(self._peer.step(state, action))
+        try:
+            result = self._talk(self._peer.step(state, action))
+        except (EnvironmentFailed, EncodeError):
+            if not self._peer.pure:  # perhaps only its result could not cross, and the environment has moved on
+                self._certain = False
+            raise
         self._note(result.next_state)
         return result
 

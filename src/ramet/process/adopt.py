@@ -86,17 +86,20 @@ def adopt(
 
 
 def _hazards(safety: Safety, keep_fds: Sequence[int]) -> list[str]:
+    crowd = _other_threads() if thread_count() > 1 else ""  # before the check: a thread may end meanwhile
     texts = safety.check(allow_threads=True, shared=keep_fds)  # the child lets go of every other socket
-    if thread_count() > 1:
-        others = [t for t in threading.enumerate() if t is not threading.main_thread()]
-        names = [t.name for t in others] + (native_threads(others) if os.path.isdir("/proc/self/task") else [])
-        text = (
-            "this process is forked to checkpoint the environment that lives in it, and it has other threads"
-            f" ({', '.join(names)}): a lock that one of them holds is held for ever in the copy. Let the environment"
-            " live in a process of its own: `async with host(factory) as env`"
-        )
-        texts = [*(said for said in texts if not said.startswith(("Python threads", "native threads"))), text]
-    return texts
+    others = [text for text in texts if "threads do not exist" not in text]
+    return [crowd, *others] if crowd else others
+
+
+def _other_threads() -> str:
+    python = [t for t in threading.enumerate() if t is not threading.main_thread()]
+    names = [t.name for t in python] + (native_threads(python) if os.path.isdir("/proc/self/task") else [])
+    return (
+        "this process is forked to checkpoint the environment that lives in it, and it has other threads"
+        f" ({', '.join(names)}): a lock that one of them holds is held for ever in the copy. Let the environment"
+        " live in a process of its own: `async with host(factory) as env`"
+    )
 
 
 def _fork(child: Callable[[], NoReturn]) -> int:

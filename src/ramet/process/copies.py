@@ -97,5 +97,5 @@ def fork_live(source: Source, state: State, names: Sequence[str], seeds: Sequenc
 def _copy(source: Source, child: Link, state: State, seed: int | None) -> Plan[Copy]:
     reseeded = child.peer.reseeded
     if seed is not None and "state" in reseeded:
-        state, _ = yield Talk(child, child.peer.reseed(state, seed))
+        state, _ = yield Talk(child, child.peer.reseed(state, seed), child.tree.step_timeout)
     return Copy(replace(source, link=child), state, reseeded, seed=seed)

@@ -6,10 +6,13 @@ import os
 import socket
 from collections.abc import Iterable
 
-__all__ = ["MAX_FDS", "plug_standard_streams", "put_null_over", "receive"]
+__all__ = ["MAX_FDS", "NO_SIGNAL", "plug_standard_streams", "put_null_over", "receive"]
 
 MAX_FDS = 253
 """The most descriptors that one message can carry (the kernel's SCM_MAX_FD)."""
+
+NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
+"""For every send: a closed connection is an error, also where SIGPIPE would end the process."""
 
 _CHUNK = 65536
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -30,7 +33,12 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 def put_null_over(fds: Iterable[int]) -> None:
     """Replace descriptors by the null device; closing them would let an old owner close what reuses the number."""
-    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+    except OSError:  # no descriptor is left for that: then closing is better than keeping
+        for fd in fds:
+            os.close(fd)
+        return
     for fd in fds:
         os.dup2(null, fd, inheritable=False)
     os.close(null)

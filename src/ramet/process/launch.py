@@ -21,6 +21,7 @@ __all__ = ["LaunchOptions", "launch"]
 
 _BOOT = "import sys; sys.path[:] = sys.argv[3:]; from ramet.process.warden import main; main(*map(int, sys.argv[1:3]))"
 
+_HASH_SEED = "PYTHONHASHSEED"
 _ONE_THREAD = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -112,20 +113,30 @@ def launch(options: LaunchOptions, *, blocking: bool) -> Tree:
 def _interpreter_flags() -> list[str]:
     """The flags that the agent's interpreter was started with, such as `-X dev`."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return flags
+    if "-I" in flags:
+        flags += ["-s", "-P"]
+    # These two would have PYTHONHASHSEED ignored; `_environ` leaves out what else they are for.
+    return [flag for flag in flags if flag not in ("-I", "-E")]
 
 
 def _path() -> list[str]:
-    """The agent's import path; what is relative in it was meant from the agent's working directory."""
-    return [os.path.abspath(entry) for entry in sys.path]
+    """The agent's import path; what is relative in it was meant from the agent's working directory.
+
+    An entry that is no path, which only some path hook understands, goes as it is.
+    """
+    found: list[object] = [*sys.path]  # what is no path is passed over by the interpreter too
+    entries = [os.fsdecode(entry) for entry in found if isinstance(entry, str | os.PathLike)]
+    return [os.path.abspath(entry) if not entry or os.path.exists(entry) else entry for entry in entries]
 
 
 def _environ(options: LaunchOptions) -> dict[str, str]:
     environ = dict(os.environ if options.environ is None else options.environ)
     for name in _ONE_THREAD:
         environ.setdefault(name, "1")
-    if environ.get("PYTHONHASHSEED", "random") == "random":
-        environ["PYTHONHASHSEED"] = str(options.hash_seed)
+    if environ.get(_HASH_SEED, "random") == "random":
+        environ[_HASH_SEED] = str(options.hash_seed)
+    if sys.flags.ignore_environment:  # -E or -I
+        return {name: value for name, value in environ.items() if name == _HASH_SEED or not name.startswith("PYTHON")}
     return environ
 
 

@@ -6,6 +6,7 @@ sent what came of it. One driver runs plans on anyio, another on blocking socket
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable, Generator
 from copy import copy
@@ -45,6 +46,7 @@ class Link:
     __slots__ = (
         "__weakref__",
         "_ended",
+        "_shut",
         "busy",
         "fresh",
         "gone",
@@ -75,6 +77,7 @@ class Link:
         self.on_gone: tuple[Callable[[], None], ...] = ()
         self.port: Any = None
         self._ended: Exception | None = None
+        self._shut = False
 
     @property
     def name(self) -> str:
@@ -91,10 +94,19 @@ class Link:
         if self._ended is not None:
             raise copy(self._ended)  # several tasks may raise it, and each adds a traceback of its own
 
+    def bar(self) -> None:
+        """Refuse later calls and wake who waits for an answer; the process does not notice yet."""
+        if self._ended is None:
+            self._ended = BranchClosed(self.name)
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RD)
+
     def shut(self, reason: Exception | None = None) -> None:
         """Close the connection; later calls raise `reason`. The process ends when it notices, or by a kill."""
         if self._ended is None:
             self._ended = reason or BranchClosed(self.name)
+        if not self._shut:
+            self._shut = True
             if self.port is not None:
                 self.port.close()
                 self.port = None

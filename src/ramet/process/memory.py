@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["freeze", "private_memory", "thaw"]
+__all__ = ["collect_if_due", "freeze", "private_memory", "thaw"]
+
+
+_AT_LEAST = 70_000  # allocations; CPython's own thresholds come to as much
+_pending = 0
+_tracked = 0
 
 
 def freeze(*, collect: bool) -> None:
@@ -14,9 +19,30 @@ def freeze(*, collect: bool) -> None:
         collect: collect the garbage first (0.3 s at four million containers), for a process that will
             be forked many times.
     """
+    global _pending, _tracked
+    young, middle, old = gc.get_count()
+    first, second, _ = gc.get_threshold()
+    _pending += young + first * (middle + second * old)
     if collect:
         gc.collect()
+        _pending = 0
     gc.freeze()
+    if collect:
+        _tracked = gc.get_freeze_count()
+
+
+def collect_if_due() -> None:
+    """Collect the garbage that forks keep the collector from: a freeze sets its counters back. Not while frozen.
+
+    A full collection is due by the collector's own rule, when a quarter of what there was has been added.
+    """
+    global _pending, _tracked
+    if _pending > max(_AT_LEAST, _tracked // 4) and gc.isenabled():
+        _pending = 0
+        gc.collect()
+        gc.freeze()
+        _tracked = gc.get_freeze_count()
+        gc.unfreeze()
 
 
 def thaw() -> None:

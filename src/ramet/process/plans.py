@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import logging
 import secrets
 import socket
+import time
 from collections.abc import Iterable, Sequence
 
 from ramet.errors import BranchLost, ForkSafetyWarning, HostFailed, RametError, warn_user
@@ -19,13 +21,16 @@ from ramet.process.launch import LaunchOptions, launch
 from ramet.process.link import Ended, Gone, Link, Plan, Talk
 from ramet.process.recipe import Recipe
 from ramet.process.tree import Tree
-from ramet.protocol.flows import Forked, Peer
+from ramet.protocol.flows import Flow, Forked, Peer
 from ramet.protocol.messages import error_from_facts
 from ramet.types import Seed
 
 __all__ = ["END_WITHIN", "close_tree", "discard", "draw_seeds", "end", "fork", "start"]
 
+logger = logging.getLogger("ramet")
+
 _VALUE_MODULES = ("numpy",)
+FORK_WITHIN = 300.0
 END_WITHIN = 10.0
 """The longest wait, in seconds, for processes that were killed to be reaped."""
 
@@ -46,6 +51,7 @@ def start(recipe: Recipe, options: LaunchOptions, name: str, *, blocking: bool) 
     except BaseException as error:
         yield from _abandon(tree, recipe.name, error)
         raise
+    logger.debug("%s (pid %d) holds %s", name, link.pid, recipe.name)
     return link
 
 
@@ -94,8 +100,8 @@ def fork(
         for first in range(0, len(names), MAX_FDS):
             batch = slice(first, first + MAX_FDS)
             yield from _fork_batch(parent, names[batch], seeds[batch], instant, collect, children)
-        for child in children:
-            yield Talk(child, child.peer.welcome())
+        for child, seed in zip(children, seeds, strict=True):
+            yield Talk(child, child.peer.welcome(), FORK_WITHIN if seed is None else parent.tree.step_timeout)
     except BaseException:
         yield from discard(children)
         raise
@@ -113,7 +119,7 @@ def _fork_batch(
     tree = parent.tree
     made: list[Link] = []
     ends: list[socket.socket] = []
-    tree.forking(+1)
+    ticket = tree.begin_fork()
     try:
         for name in names:
             link, end = tree.connect(Peer(name, allow_pickle=tree.pickle, parent=parent.peer))
@@ -126,17 +132,18 @@ def _fork_batch(
             instant=instant,
             collect=collect,
             allow_threads=tree.allow_threads,
-            late=tree.kill_pids,
         )
-        forked: Forked = yield Talk(parent, flow, tree.step_timeout)
+        # Not bounded by step_timeout, which is for one step: the checkpoint would be ended since a batch is large.
+        forked: Forked = yield Talk(parent, flow, FORK_WITHIN)
         for link, pid in zip(made, forked.pids, strict=False):
-            tree.register(link, pid)
+            tree.register(link, pid, ticket)
     finally:
-        tree.forking(-1)
+        tree.end_fork(ticket)
         for end in ends:
             end.close()
     if forked.failure is not None:
         raise error_from_facts(forked.failure)
+    logger.debug("%s was forked into %s", parent.name, ", ".join(names))
     for link in made:
         link.peer.descend(parent.peer, instant=forked.instant, first_handle=forked.first_handle)
     for text in forked.warnings:
@@ -158,33 +165,54 @@ def discard(links: Iterable[Link]) -> Plan[None]:
 def end(links: Iterable[Link], *, timeout: float = END_WITHIN) -> Plan[None]:
     """End processes and wait until they were reaped, but no longer than `timeout` seconds.
 
-    An environment that was built in its process, and is no copy, closes itself first.
+    An environment that was built in its process, and is no copy, closes itself first: all of them at the same time.
     """
+    links = list(links)
+    interrupted = yield from _close_fresh([link for link in links if link.fresh and link.open and not link.busy])
     by_tree: dict[Tree, list[Link]] = {}
-    interrupted: BaseException | None = None
     for link in links:
         by_tree.setdefault(link.tree, []).append(link)
-        if link.fresh and link.open and not link.busy and interrupted is None:
-            try:
-                yield Talk(link, link.peer.close(), link.tree.grace)
-            except RametError:
-                pass  # it is ended in any case
-            except BaseException as error:  # a cancellation that no shield holds off
-                interrupted = error
     for tree, group in by_tree.items():
+        # The connection is closed after the kill: a process that ends by itself would leave behind what it started.
         tree.kill(group)
+        for link in group:
+            link.bar()
+    for tree, group in by_tree.items():
+        waiting = tuple(link for link in group if link.pid not in (0, tree.pid) and not link.gone)
+        try:
+            if waiting and not tree.ended:
+                yield Gone(waiting, timeout)
+        except BaseException as error:
+            interrupted = interrupted or error
         for link in group:
             link.shut()
         if tree.disposable and tree.childless:
             tree.finish()
-    for tree, group in by_tree.items():
-        waiting = tuple(link for link in group if link.pid not in (0, tree.pid) and not link.gone)
-        if waiting and not tree.ended:
-            yield Gone(waiting, timeout)
-        if tree.disposable and tree.ended:
             yield Ended(tree, timeout)
     if interrupted is not None:
         raise interrupted
+
+
+def _close_fresh(links: Sequence[Link]) -> Plan[BaseException | None]:
+    """Have environments close themselves within `grace` seconds for all of them; gives what interrupted it."""
+    began = time.monotonic()
+    flows = [(link, link.peer.close()) for link in links]
+    # First all the requests, then all the answers.
+    for link, flow in [*((link, _request_of(flow)) for link, flow in flows), *flows]:
+        left = began + link.tree.grace - time.monotonic()
+        if link.open and left > 0:
+            try:
+                yield Talk(link, flow, left)
+            except RametError:
+                pass  # it is ended in any case
+            except BaseException as error:  # a cancellation that no shield holds off
+                return error
+    return None
+
+
+def _request_of(flow: Flow[None]) -> Flow[None]:
+    """Only the request of a conversation; the conversation itself goes on from there."""
+    yield flow.send(None)
 
 
 def close_tree(host: Link, *, grace: float) -> Plan[None]:
@@ -206,6 +234,7 @@ def close_tree(host: Link, *, grace: float) -> Plan[None]:
             failure = error
     host.tree.finish()
     yield Ended(host.tree, END_WITHIN)
+    logger.debug("%s and its branches have ended", host.name)
     if failure is not None:
         raise failure
 

@@ -97,7 +97,7 @@ def check_environment(env: Any) -> None:
 
 
 def unpack_recipe(recipe: bytes) -> tuple[Callable[[], Any], Mapping[str, type]]:
-    """The factory that `ramet.process.recipe.pack` packed, and the classes that came along by value.
+    """The factory that `ramet.process.recipe.Recipe.pack` packed, and the classes that came along by value.
 
     Raises:
         HostFailed: the factory cannot be found or loaded here.
@@ -147,6 +147,10 @@ class Resident:
         self.steps: list[tuple[bytes, int]] = []
         self.steps_before = 0  # the steps of this episode that were taken before we held the environment
         self.reset_sum = 0
+        # The record keeps no value that has no form; it notes where the first was left out.
+        self._record = codec.exporting(self._leave_out)
+        self._place = ""
+        self._left_out = ""
 
     def close(self) -> None:
         """Run the environment's own `close`, if it has one."""
@@ -161,7 +165,8 @@ class Resident:
         self.state = answer[0]
         self.instant += 1
         if not self.pure:
-            self.reset_with = self.codec.encode([seed, options])
+            self._left_out = ""
+            self.reset_with = self._recorded([seed, options], "the options of its reset")
             self.reset_sum = self._sum(answer[0].observation)
             self.steps = []
             self.steps_before = 0
@@ -174,9 +179,14 @@ class Resident:
             result = self.runner.finish(result)
             if not isinstance(result, StepResult):
                 raise InvalidEnvironment(f"step() must return a StepResult, got {_kind(result)}")
+        _check_result(result)
         if not self.pure:
+            # Both before the branch moves on: they raise if the result is malformed, or has no form.
+            checksum = self._sum_result(result)
+            if encoded is None:
+                encoded = self._recorded(action, f"the action of step {len(self.steps) + 1}")
             self.state = result.next_state
-            self.steps.append((self.codec.encode(action) if encoded is None else encoded, self._sum_result(result)))
+            self.steps.append((encoded, checksum))
         self.instant += 1
         return result
 
@@ -218,6 +228,12 @@ class Resident:
             )
         if not self.reset_with:
             raise CannotBranch("action_replay", "the environment was not reset here, so there is nothing to replay")
+        if self._left_out:
+            raise CannotBranch(
+                "action_replay",
+                f"{self._left_out} holds a value that no other process has",
+                instead="use strategy='process_fork', or pass actions that can be encoded",
+            )
         return self.codec.encode([self.reset_with, self.reset_sum, [list(step) for step in self.steps]])
 
     def replay(self, history: bytes, expected: bytes | None) -> State:
@@ -239,6 +255,14 @@ class Resident:
             raise ReplayDiverged(len(steps), wanted, describe(state.observation)[1])
         self.state = state
         return state
+
+    def _recorded(self, value: Any, where: str) -> bytes:
+        self._place = where
+        return self._record.encode(value)
+
+    def _leave_out(self, value: object) -> tuple[int, str, str]:
+        self._left_out = self._left_out or self._place
+        return (0, *describe(value))
 
     def _compare(self, step: int, expected: int, got: int, state: State) -> None:
         if expected and expected != got:
@@ -294,6 +318,17 @@ def observed(value: Any, *, strict: bool = False) -> bytes:
 _STRICT = Codec()
 _LOOSE = Codec(export=lambda value: (0, describe(value)[0], ""))
 _NIL = _STRICT.encode(None)
+
+
+def _check_result(result: StepResult) -> None:
+    try:
+        if not isinstance(result.next_state, State):
+            raise TypeError(f"its next_state is a {type(result.next_state).__name__}")
+        float(result.reward), bool(result.terminated), bool(result.truncated)
+    except Exception as error:
+        raise InvalidEnvironment(
+            f"step() must return a StepResult of a State, a number and two bools: {text_of(error)}"
+        ) from None
 
 
 def _kind(value: Any) -> str:

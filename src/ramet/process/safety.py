@@ -232,10 +232,11 @@ def _find_owners(files: _Files) -> Iterator[Any]:
     for thing in gc.get_objects():
         if type(thing) in (io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper, io.BufferedRWPair):
             try:
-                if thing.fileno() in writable:
-                    yield thing
-            except (OSError, ValueError):
+                found = thing.fileno() in writable
+            except Exception:  # closed, detached, or made of something that raises what it likes
                 continue
+            if found:
+                yield thing
         elif type(thing) is deleter:
             yield thing
 
@@ -250,14 +251,17 @@ def _is_writable(fd: int) -> bool:
 
 def _usable(ref: weakref.ref[io.IOBase]) -> bool:
     stream = ref()
-    return stream is not None and not stream.closed
+    try:
+        return stream is not None and not stream.closed
+    except Exception:  # detached
+        return False
 
 
 def _try_flush(stream: object) -> None:
     try:
         stream.flush()  # type: ignore[attr-defined]
-    except (AttributeError, OSError, ValueError):
-        pass  # closed, replaced by something that is no file, or its reader is gone
+    except Exception:
+        pass  # closed, replaced by something that is no file or raises what it likes, or its reader is gone
 
 
 def _target(fd: int) -> str:

@@ -20,7 +20,7 @@ from ramet.errors import CannotBranch, EncodeError, InvalidEnvironment, Protocol
 from ramet.process import fork as forks
 from ramet.process.descriptors import put_null_over, receive
 from ramet.process.limits import no_room
-from ramet.process.memory import freeze, thaw
+from ramet.process.memory import collect_if_due, freeze, thaw
 from ramet.process.reseed import reseed
 from ramet.process.resident import Handles, Resident, environment_failure, unpack_recipe
 from ramet.process.safety import Safety, thread_count
@@ -266,6 +266,8 @@ class Server:
         at = self.resident.instant if self.resident is not None else 0
         reply = [number, m.OK, pids, self._handles.next_id, warnings, failure, at]
         self.sock.sendall(frame(self._codec.encode(reply)))
+        if not self._checkpoint:
+            collect_if_due()
         return False
 
     def _before_fork(self, instant: int | None, allow_threads: bool, ends: list[int]) -> list[str]:
@@ -311,7 +313,7 @@ class Server:
                 os.close(fd)
             for fd in others:
                 os.close(fd)
-            if os.getppid() == 1 != self._warden:
+            if sys.platform == "linux" and os.getppid() != self._warden:
                 os._exit(0)  # the warden ended before the death signal was set
             self._become()
             if seed is not None:

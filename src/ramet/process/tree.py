@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -15,18 +16,19 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from ramet.errors import BranchLost, ProtocolError
-from ramet.process.descriptors import put_null_over
+import msgpack
+
+from ramet.errors import BranchLost, ProtocolError, describe_status
+from ramet.process.descriptors import NO_SIGNAL, put_null_over
 from ramet.process.limits import Headroom, no_room
 from ramet.process.link import Link
 from ramet.process.warden import KILL, SPAWN
-from ramet.protocol.codec import Codec
 from ramet.protocol.flows import Peer
 from ramet.protocol.wire import FrameReader, frame
 
 __all__ = ["Tree", "socket_pair"]
 
-_codec = Codec()
+logger = logging.getLogger("ramet")
 _live: weakref.WeakSet[Tree] = weakref.WeakSet()
 _ACKNOWLEDGE_EVERY = 1000
 
@@ -70,8 +72,9 @@ class Tree:
         self._links: dict[int, list[Link]] = {}
         self._spawning: deque[Link] = deque()
         self._open: set[Link] = set()
-        self._forking = 0
-        self._early: dict[int, int] = {}  # deaths that came before the pid was known
+        self._tickets: set[int] = set()  # the forks whose pids are not known yet
+        self._last_ticket = 0
+        self._early: dict[int, tuple[int, int]] = {}  # deaths that came before the pid was known: ticket, status
         self._deaths = 0
         self._acknowledged = 0
         self._reaped = False
@@ -102,22 +105,30 @@ class Tree:
             self._send([self._deaths, SPAWN], [theirs.fileno()])
         return link
 
-    def register(self, link: Link, pid: int) -> None:
-        """Note the process id of a connection; it may be told twice."""
+    def register(self, link: Link, pid: int, ticket: int = 0) -> None:
+        """Note the process id of a connection, and the fork that it came from; it may be told twice."""
         with self._lock:
             if link.pid == pid:
                 return
             link.pid = pid
             self._links.setdefault(pid, []).append(link)
-            if pid in self._early:
-                self._died(pid, self._early.pop(pid))
+            at, status = self._early.pop(pid, (0, 0))
+            if ticket and at >= ticket:
+                self._died(pid, status)
 
-    def forking(self, change: int) -> None:
-        """Count the forks whose pids are not known yet."""
+    def begin_fork(self) -> int:
+        """Note that a fork is under way: a child may die before its pid is known. Gives the fork's ticket."""
         with self._lock:
-            self._forking += change
-            if not self._forking:
-                self._early.clear()
+            self._last_ticket += 1
+            self._tickets.add(self._last_ticket)
+            return self._last_ticket
+
+    def end_fork(self, ticket: int) -> None:
+        """The pids of that fork are known, or will never matter; older deaths are forgotten, their pids reused."""
+        with self._lock:
+            self._tickets.discard(ticket)
+            oldest = min(self._tickets, default=self._last_ticket + 1)
+            self._early = {pid: death for pid, death in self._early.items() if death[0] >= oldest}
 
     @property
     def childless(self) -> bool:
@@ -140,12 +151,12 @@ class Tree:
                 self._send([self._deaths, KILL, pids])
 
     def _send(self, message: list[Any], fds: list[int] | None = None) -> None:
-        data = frame(_codec.encode(message))
+        data = frame(msgpack.packb(message))
         try:
-            sent = socket.send_fds(self.control, [data], fds) if fds else self.control.send(data)
+            sent = socket.send_fds(self.control, [data], fds, NO_SIGNAL) if fds else self.control.send(data, NO_SIGNAL)
             while sent < len(data):
                 _wait_writable(self.control)
-                sent += self.control.send(data[sent:])
+                sent += self.control.send(data[sent:], NO_SIGNAL)
         except BlockingIOError:
             _wait_writable(self.control)
             self._send(message, fds)
@@ -173,7 +184,7 @@ class Tree:
                 break
             self._reader.feed(data)
             while (payload := self._reader.next()) is not None:
-                pid, status = _codec.decode(payload)
+                pid, status = msgpack.unpackb(payload)
                 if status is None:
                     self.register(self._spawning.popleft(), pid)
                 else:
@@ -186,12 +197,14 @@ class Tree:
     def _died(self, pid: int, status: int) -> None:
         links = self._links.get(pid)
         if not links:
-            if self._forking:
-                self._early[pid] = status
+            if self._tickets:
+                self._early[pid] = (self._last_ticket, status)
             return
         link = links.pop(0)
         if not links:
             del self._links[pid]
+        if link.open:
+            logger.warning("%s (pid %d) has ended by itself: %s", link.name, pid, describe_status(status))
         link.reaped(status)
 
     def finish(self, reason: Exception | None = None) -> None:
@@ -226,8 +239,11 @@ class Tree:
 
     def __del__(self) -> None:
         if not self.ended:
-            warnings.warn("a host or manager was dropped without being closed", ResourceWarning, 2, source=self)
-            self.finish()
+            try:
+                warnings.warn("a host or manager was dropped without being closed", ResourceWarning, 2, source=self)
+            finally:  # the warning may be an error
+                self.finish()
+                self.reap(1.0)
         self.reap(1.0)
 
 
@@ -249,8 +265,10 @@ def _ended_within(pid: int, timeout: float) -> bool:
         return _polled(pid, timeout)
     try:
         pidfd = os.pidfd_open(pid)
-    except OSError:
+    except ProcessLookupError:
         return True  # somebody else has reaped it
+    except OSError:
+        return _polled(pid, timeout)
     try:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
@@ -284,7 +302,7 @@ def _end_session(leader: int) -> None:
         while left := _session_of(leader) - seen:
             seen |= left
             for pid in left:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
 

@@ -38,6 +38,7 @@ def main(control: int, pickle: int) -> NoReturn:
     """The body of the warden's process; `control` is the descriptor of the connection to the agent."""
     code = 1
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the agent's thread may have blocked SIGCHLD
         os.set_inheritable(control, False)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # or prints vanish at a SIGKILL
@@ -156,7 +157,12 @@ class Warden:
     def _spawn(self) -> None:
         end = self._fds.pop(0)
         warden = os.getpid()
-        pid = forks.offspring()
+        try:
+            pid = forks.offspring()
+        except OSError:
+            os.close(end)  # the agent reads the end of the stream
+            self._tell(0, None)
+            return
         if pid == 0:
             self._leave()
             os.setpgid(0, 0)
@@ -231,27 +237,37 @@ def is_child(pid: int) -> bool:
 def kill_family(pid: int) -> None:
     """Kill a process and what it has started (and has not orphaned)."""
     started = children(pid)
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(OSError):  # gone, or of another user
         os.kill(pid, signal.SIGKILL)
     for child in started:
         kill_family(child)
 
 
 def end_all(groups: list[int]) -> None:
-    """Kill every process below this one, and reap until there is none."""
+    """Kill every process below this one, and reap until there is none that can be killed."""
     for group in groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)  # one operation: nothing can fork past it
     while True:
-        for pid in children():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        killed = [pid for pid in children() if _kill(pid)]
         try:
-            os.waitpid(-1, 0)
+            if os.waitpid(-1, 0 if killed else os.WNOHANG)[0] == 0:
+                return  # what is left belongs to another user
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
+
+
+def _kill(pid: int) -> bool:
+    """Kill a process; whether it will end."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _ignore(signum: int, frame: Any) -> None:

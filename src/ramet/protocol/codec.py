@@ -104,6 +104,10 @@ class Codec:
         self._builders: dict[int, Callable[[bytes], object]] = self._all_builders()
         self._hook = self._build
 
+    def exporting(self, export: Export) -> Codec:
+        """A codec like this one, with another `export`."""
+        return Codec(allow_pickle=self._pickles, classes=self._classes, export=export, resolve=self._resolve)
+
     def encode(self, value: object) -> bytes:
         """The value as bytes.
 

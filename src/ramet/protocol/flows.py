@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -87,7 +87,6 @@ class Peer:
         "_codec",
         "_dropped",
         "_heirs",
-        "_late",
         "_number",
         "instant",
         "line",
@@ -114,7 +113,6 @@ class Peer:
         self._codec = Codec(allow_pickle=allow_pickle, export=self._export, resolve=self._resolve)
         self._number = 0
         self._answered = 0
-        self._late: dict[int, Callable[[list[Any]], None]] = {}
         self._dropped: list[int] = []
         self._heirs: weakref.WeakSet[Peer] = weakref.WeakSet()
 
@@ -133,12 +131,8 @@ class Peer:
         op: int,
         *arguments: Any,
         fds: tuple[int, ...] = (),
-        late: Callable[[list[Any]], None] | None = None,
     ) -> Flow[list[Any]]:
-        """Send a request and wait for its reply, letting late replies of earlier requests pass.
-
-        `late` is called with the reply if this flow is abandoned and the reply comes after all.
-        """
+        """Send a request and wait for its reply, letting late replies of earlier requests pass."""
         self._number = number = self._number + 1
         try:
             data = frame(self._codec.encode([number, op, *arguments]))
@@ -147,17 +141,12 @@ class Peer:
         if self._dropped:
             data = self._drop_notice() + data
         yield Post(data, fds) if fds else data
-        try:
-            while True:
-                reply = yield None
-                if reply[0] == number:
-                    self._answered = number
-                    break
-                self._pass(reply)
-        except BaseException:
-            if late is not None:
-                self._late[number] = late
-            raise
+        while True:
+            reply = yield None
+            if reply[0] == number:
+                self._answered = number
+                break
+            self._pass(reply)
         if reply[1] != m.OK:
             self._fail(reply, op)
         return reply  # type: ignore[no-any-return]
@@ -178,9 +167,6 @@ class Peer:
         if not self._answered < reply[0] < self._number:
             raise ProtocolError(f"{self.name} answered request {reply[0]}, which is not open")
         self._answered = reply[0]
-        late = self._late.pop(reply[0], None)
-        if late is not None and reply[1] == m.OK:
-            late(reply)
 
     def _fail(self, reply: list[Any], op: int) -> NoReturn:
         outcome, facts = reply[1], reply[2:]
@@ -273,11 +259,10 @@ class Peer:
         instant: int | None,
         collect: bool,
         allow_threads: bool,
-        late: Callable[[list[int]], None],
     ) -> Flow[Forked]:
         """Fork a child for each descriptor and seed; each speaks on its own connection.
 
-        `late` is called with the pids if this flow is abandoned and the children were made after all.
+        Abandoned, the children end by themselves: each finds its connection closed.
         """
         count = len(seeds)
         reply = yield from self.call(
@@ -287,7 +272,6 @@ class Peer:
             collect,
             allow_threads,
             fds=fds,
-            late=lambda reply: late(self._forked(reply, count).pids),
         )
         forked = self._forked(reply, count)
         self.instant = forked.instant

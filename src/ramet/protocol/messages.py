@@ -40,7 +40,7 @@ __all__ = [
 # Requests to the process of an environment.
 DROP: Final = 0  # ids of handles that the agent has dropped (a notice)
 HELLO: Final = 1  # what a forked child says first, of itself: `[0, OK, reseeded]`, or a refusal
-PREPARE: Final = 2  # pickled recipe, limits       -> pid            load the factory, build nothing
+PREPARE: Final = 2  # pickled recipe               -> pid            load the factory, build nothing
 BUILD: Final = 3  #                                -> spec, modules  call the factory
 RESET: Final = 4  # seed, options                  -> state, info
 STEP: Final = 5  # instant or state, action        -> state, reward, rewards, terminated, truncated, info
@@ -48,7 +48,7 @@ CALL: Final = 6  # name, args, kwargs              -> value
 HIDDEN: Final = 7  # instant                       -> value
 FORK: Final = 8  # seeds, instant, collect, allow_threads -> pids, first free handle, warnings, failure, instant
 HISTORY: Final = 9  #                              -> encoded history
-REPLAY: Final = 10  # encoded history              -> state
+REPLAY: Final = 10  # encoded history, observation -> state
 CLOSE: Final = 11  #                               -> None           call env.close()
 CURRENT: Final = 12  #                             -> state          the newest one
 RESEED: Final = 13  # state, seed                  -> state, names   of a pure environment
@@ -57,8 +57,8 @@ CHECK: Final = 15  # instant                       -> None           is it the n
 
 # Replies.
 OK: Final = 0
-FAILED: Final = 1  # the environment raised: type name, text, traceback
-STALE: Final = 2  # the instant that the environment stands at
+FAILED: Final = 1  # the environment raised: method, type name, text, traceback
+STALE: Final = 2  # the steps since the last reset: of the environment, and of the state that was asked for
 REFUSED: Final = 3  # one of ramet's own errors: class name, arguments, facts
 
 

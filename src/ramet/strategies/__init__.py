@@ -16,7 +16,6 @@ from ramet.types import StrategyName
 __all__ = ["make_strategy", "resolve"]
 
 _NAMES: tuple[StrategyName, ...] = get_args(StrategyName)
-_RANKED: tuple[StrategyName, ...] = ("direct", "clone", "process_fork", "action_replay")
 
 
 def resolve(source: Source, *, strategy: str | None, factory: Factory | None) -> StrategyName:
@@ -38,7 +37,7 @@ def resolve(source: Source, *, strategy: str | None, factory: Factory | None) ->
         if not _refusal(source, name, factory):
             return name
     unseeded = "it does not say that reset(seed=...) fixes an episode (spec.supports_seed)"
-    reasons = "; ".join(f"{name}: {_refusal(source, name, factory) or unseeded}" for name in _RANKED)
+    reasons = "; ".join(f"{name}: {_refusal(source, name, factory) or unseeded}" for name in _NAMES)
     raise CannotBranch(None, reasons)
 
 

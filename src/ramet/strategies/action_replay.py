@@ -111,9 +111,9 @@ class ActionReplay:
         link.fresh = True
         state = yield Talk(link, link.peer.replay(history, expected), limit)
         if seed is not None:
-            yield Talk(link, link.peer.reseed_all(seed))
+            yield Talk(link, link.peer.reseed_all(seed), link.tree.step_timeout)
             if "state" in link.peer.reseeded:
-                state, _ = yield Talk(link, link.peer.reseed(state, seed))
+                state, _ = yield Talk(link, link.peer.reseed(state, seed), link.tree.step_timeout)
         source = Source(spec, link=link, factory=self._factory, options=self._options)
         return Copy(source, state, link.peer.reseeded, seed=seed)
 
@@ -156,8 +156,8 @@ class ActionReplay:
 def _recorded(link: Link, state: State) -> Plan[bytes]:
     """The history that the process has kept, if it still stands at `state`."""
     if not link.peer.pure:
-        yield Talk(link, link.peer.check(state))
-    history: bytes = yield Talk(link, link.peer.history())
+        yield Talk(link, link.peer.check(state), link.tree.step_timeout)
+    history: bytes = yield Talk(link, link.peer.history(), link.tree.step_timeout)
     return history
 
 

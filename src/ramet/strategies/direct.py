@@ -56,7 +56,7 @@ class Direct:
 
 def _reseeded(source: Source, state: State, seed: int) -> Plan[tuple[State, tuple[str, ...]]]:
     if source.link is not None:
-        state, named = yield Talk(source.link, source.link.peer.reseed(state, seed))
+        state, named = yield Talk(source.link, source.link.peer.reseed(state, seed), source.link.tree.step_timeout)
         return state, tuple(named)
     if callable(own := getattr(source.env, "reseed", None)):
         return own(state, seed), ("state",)
