@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from ramet.drive import run, shielded, talk
 from ramet.errors import BranchClosed, BranchLost, EncodeError, EnvironmentFailed, RametError
@@ -192,6 +192,16 @@ class BranchEnvironment:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
+
+    if not TYPE_CHECKING:  # or a type checker would take every misspelt name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"{name!r}: {self.name} lives in a process of its own; `await env.call({name!r})` reaches what"
+                " the environment has"
+                if not name.startswith("_")
+                else f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.spec.name} in process {self.pid}>"

@@ -49,8 +49,10 @@ def _parser() -> argparse.ArgumentParser:
         help="land a lunar lander by forking the live simulator",
         description="Land a lunar lander by a beam search that forks the live simulator at every decision.",
     )
-    demo.add_argument("--seed", type=_natural, default=42, help="the seed of the episode (default: %(default)s)")
-    demo.add_argument("--width", type=_positive, default=8, help="how many branches to keep (default: %(default)s)")
+    demo.add_argument("--seed", type=natural_number, default=42, help="the seed of the episode (default: %(default)s)")
+    demo.add_argument(
+        "--width", type=positive_number, default=8, help="how many branches to keep (default: %(default)s)"
+    )
     demo.add_argument("--plain", action="store_true", help="lines instead of a progress display")
     commands.add_parser(
         "doctor",
@@ -75,14 +77,14 @@ def _doctor() -> int:
     return 0 if all(check.status != "problem" for check in checks) else 1
 
 
-def _natural(text: str) -> int:
+def natural_number(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
     return number
 
 
-def _positive(text: str) -> int:
+def positive_number(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")

@@ -148,7 +148,7 @@ class UnknownCheckpoint(RametError, KeyError):
         elif self.known:
             hint = f"there are {', '.join(map(repr, self.known))}"
         else:
-            hint = "there is none yet: make one with checkpoint(name, state)"
+            hint = "there is none yet: make one with checkpoint(name, state) (was its `await` forgotten?)"
         super().__init__(f"no checkpoint named {name!r}: {hint}")
 
     def __str__(self) -> str:

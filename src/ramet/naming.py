@@ -17,6 +17,8 @@ _numbers = itertools.count(1)
 
 def branch_names(kind: str, count: int) -> list[str]:
     """Names for new branches, numbered through the process."""
+    if count < 0:
+        raise ValueError(f"a number of branches is not negative, got {count}")
     return [f"{kind}-{next(_numbers)}" for _ in range(count)]
 
 

@@ -43,6 +43,9 @@ class Pending(Generic[T]):
     async def __aexit__(self, *exc_info: object) -> None:
         await self._end(self._made)
 
+    def __repr__(self) -> str:
+        return f"<{self._call}, not awaited>"
+
     def __iter__(self) -> Iterator[Any]:
         self.complain()
 

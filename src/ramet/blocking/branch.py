@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 from ramet.blocking.drive import run, talk
 from ramet.errors import (
@@ -144,6 +144,16 @@ class BranchEnvironment:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    if not TYPE_CHECKING:  # or a type checker would take every misspelt name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"{name!r}: {self.name} lives in a process of its own; `env.call({name!r})` reaches what"
+                " the environment has"
+                if not name.startswith("_")
+                else f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.spec.name} in process {self.pid}>"

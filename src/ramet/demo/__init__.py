@@ -84,9 +84,12 @@ def run(*, seed: int = 42, width: int = 8, plain: bool = False) -> bool:
 
 
 def _check_installed() -> None:
-    missing = [name for name in ("gymnasium", "Box2D") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("gymnasium", "Box2D", "pygame") if importlib.util.find_spec(name) is None]
     if missing:
         raise RametError(f'the demo needs {" and ".join(missing)}: pip install "ramet[demo]"')
+
+
+_SLOW_STEP = 0.01  # in seconds: a tool call, a page, a turn of a larger game
 
 
 async def _search(seed: int, width: int, show: Show) -> tuple[Figures, list[str]]:
@@ -166,6 +169,12 @@ def report(figures: Figures, reset_time: float, step_time: float) -> Iterator[st
     yield (
         f"{'replay':<10} would have taken {figures.branches:,} resets and {figures.replay_steps:,} steps more:"
         f" {replay_time:.1f} s at {reset_time * 1e3:.1f} ms and {step_time * 1e6:.0f} µs each"
+    )
+    break_even = forks * figures.fork_time / max(1, figures.replay_steps)
+    slow = figures.replay_steps * _SLOW_STEP
+    yield (
+        f"{'':<10} this simulator is as cheap as they come: forks break even at about {break_even * 1e6:.0f} µs a step,"
+        f" and at {_SLOW_STEP * 1e3:.0f} ms a step a replay would have taken {slow:,.0f} s"
     )
 
 

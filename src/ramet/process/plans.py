@@ -31,6 +31,7 @@ logger = logging.getLogger("ramet")
 
 _VALUE_MODULES = ("numpy",)
 FORK_WITHIN = 300.0
+_BUSY_GRACE = 0.5
 END_WITHIN = 10.0
 """The longest wait, in seconds, for processes that were killed to be reaped."""
 
@@ -224,6 +225,8 @@ def close_tree(host: Link, *, grace: float) -> Plan[None]:
         EnvironmentFailed: `close()` raised; the tree has ended all the same.
     """
     failure: BaseException | None = None
+    if host.peer.waiting:
+        grace = min(grace, _BUSY_GRACE)  # it is still at work on a call that was abandoned
     if host.open and not host.busy and not host.tree.ended:
         host.shared = False  # from now on calls do not queue, or the end would wait for those that do
         try:

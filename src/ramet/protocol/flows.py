@@ -151,6 +151,11 @@ class Peer:
             self._fail(reply, op)
         return reply  # type: ignore[no-any-return]
 
+    @property
+    def waiting(self) -> bool:
+        """Whether an answer is still to come."""
+        return self._answered < self._number
+
     def decode(self, payload: bytes) -> list[Any]:
         """A payload of the wire as a message.
 
