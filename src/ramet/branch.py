@@ -82,7 +82,7 @@ class BranchEnvironment:
         Raises:
             AttributeError: always; `call()` reaches the environment's other methods.
         """
-        raise AttributeError(f"{self.name} lives in a process of its own: use `await env.call(name, ...)`")
+        raise AttributeError("unwrapped")  # `__getattr__` says the rest
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
