@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import weakref
@@ -10,17 +11,20 @@ from typing import Any, TypeVar
 import anyio
 
 from ramet.errors import BranchBusy, BranchClosed, BranchLost, ProtocolError, StepTimeout
+from ramet.process.limits import no_room
 from ramet.process.link import Ended, Gone, Link, Plan, Talk
 from ramet.process.tree import Tree
 from ramet.protocol.flows import Flow, Post
-from ramet.pump import open_port
+from ramet.protocol.wire import MAX_FRAME
+from ramet.pump import open_port, running_on_trio
 
-__all__ = ["attach", "reason", "run", "send_at_once", "send_rest", "shielded", "talk"]
+__all__ = ["Rest", "attach", "reason", "run", "send_at_once", "shielded", "talk"]
 
 T = TypeVar("T")
 
 _CHUNK = 65536
 _STATUS_WITHIN = 2.0
+_QUIET = getattr(socket, "MSG_NOSIGNAL", 0)  # a program may have SIGPIPE at its default, which ends it
 
 
 async def talk(link: Link, flow: Flow[T], *, timeout: float | None = None) -> T:
@@ -37,9 +41,10 @@ async def talk(link: Link, flow: Flow[T], *, timeout: float | None = None) -> T:
     """
     link.check()
     if link.shared:
-        if link.queue is None:
-            link.queue = anyio.Lock(fast_acquire=True)
-        async with link.queue:
+        on_trio = running_on_trio()  # a lock is of one kind of loop, and the next run may be of the other
+        if link.queue is None or link.queue[0] != on_trio:
+            link.queue = (on_trio, anyio.Lock(fast_acquire=True))
+        async with link.queue[1]:
             link.check()
             if not link.shared:  # its end has begun
                 raise BranchClosed(link.name)
@@ -78,8 +83,8 @@ async def _drive(link: Link, flow: Flow[T]) -> T:
                 came = None
                 if wanted is None:
                     came = link.peer.decode(await _receive(link))
-                elif (sent := send_at_once(link, wanted)) is not None:
-                    await send_rest(link, wanted, sent)
+                elif (left := send_at_once(link, wanted)) is not None:
+                    await _send_rest(Rest(link, left))
             except BaseException as error:
                 wanted = flow.throw(error)
             else:
@@ -115,42 +120,103 @@ async def _receive(link: Link) -> bytes:
         inbox.feed(data)
 
 
-def send_at_once(link: Link, wanted: bytes | Post) -> int | None:
-    """Write without waiting; `None` if all of it went, or else how many bytes did."""
-    data, fds = (wanted.data, wanted.fds) if isinstance(wanted, Post) else (wanted, ())
+def send_at_once(link: Link, wanted: bytes | Post | memoryview) -> bytes | Post | memoryview | None:
+    """Write without waiting; what is left, which is a `memoryview` when a part of it went. `None`: all of it went.
+
+    Raises:
+        EOFError: the other side is gone, or the connection was closed.
+        BranchLimitError: the system has no room for it; nothing of it went.
+    """
+    data = wanted.data if isinstance(wanted, Post) else wanted
     try:
-        sent = socket.send_fds(link.sock, [data], fds) if fds else link.sock.send(data)
+        if isinstance(wanted, Post):
+            sent = socket.send_fds(link.sock, [data], wanted.fds, _QUIET)
+        else:
+            sent = link.sock.send(data, _QUIET)
     except BlockingIOError:
-        return 0
-    except OSError:
-        raise EOFError from None
-    return None if sent == len(data) else sent
+        return wanted
+    except OSError as error:
+        if isinstance(error, ConnectionError) or error.errno in (errno.EBADF, errno.ENOTCONN):
+            raise EOFError from None
+        raise no_room(error, 1) from error
+    return None if sent == len(data) else memoryview(data)[sent:]
 
 
-async def send_rest(link: Link, wanted: bytes | Post, sent: int) -> None:
-    """Write what is left; the descriptors, if there are any, went with the first bytes."""
-    left: bytes | Post | None = wanted if sent == 0 else _bytes_of(wanted)[sent:]
-    begun = sent > 0
-    try:
-        while left is not None:
-            await anyio.wait_writable(link.sock)
-            sent_now = send_at_once(link, left)
-            if sent_now is None:
-                left = None
-            elif sent_now:
-                left, begun = _bytes_of(left)[sent_now:], True
-    except (OSError, anyio.ClosedResourceError):
-        raise EOFError from None
-    except anyio.get_cancelled_exc_class():
-        if begun:
-            reason = "a call was cancelled while its request was half written"
+class Rest:
+    """A request that did not go at once. The descriptors, if there are any, go with the first bytes.
+
+    The other side may be writing too, a late answer that nobody has read: unless that is taken in, neither goes on.
+    """
+
+    def __init__(self, link: Link, left: bytes | Post | memoryview) -> None:
+        self._link = link
+        self._left = left
+        self._taken = 0
+        if link.port is None:
+            link.port = open_port(link.sock)
+        link.port.settle()
+        link.port.watch_writing(True)
+        self.port = link.port
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of it went."""
+        return isinstance(self._left, memoryview)
+
+    def go_on(self) -> bool:
+        """Take in some of what came and write some, without waiting; whether all is written.
+
+        Raises:
+            EOFError: the other side is gone, or the connection was closed.
+            ProtocolError: it writes without end and does not read.
+            BranchLimitError: the system has no room for it.
+        """
+        port = self.port
+        port.ready = port.ended
+        try:
+            data = self._link.sock.recv(_CHUNK)
+        except BlockingIOError:
+            pass
+        except OSError:
+            raise EOFError from None
+        else:
+            if not data:
+                raise EOFError
+            self._link.inbox.feed(data)
+            self._taken += len(data)
+            if self._taken > MAX_FRAME:
+                raise ProtocolError(f"{self._link.name} sent {self._taken} bytes and did not read its request")
+            if len(data) == _CHUNK:
+                port.ready = True
+        left = send_at_once(self._link, self._left)
+        if left is not None:
+            self._left = left
+        return left is None
+
+    def leave(self, why: str) -> None:
+        """Stop watching. A request of which a part went cannot be taken back: then the branch is lost."""
+        self.port.watch_writing(False)
+        link = self._link
+        if why and self.begun and link.open:
             link.tree.kill([link])
-            link.shut(BranchLost(link.name, pid=link.pid, reason=reason))
+            link.shut(BranchLost(link.name, pid=link.pid, reason=f"{why} while its request was half written"))
+
+
+async def _send_rest(rest: Rest) -> None:
+    why = "a call ended"
+    try:
+        while not rest.go_on():
+            if not rest.port.ready:
+                await rest.port.wait()
+        why = ""
+    except (EOFError, ProtocolError):
+        why = ""  # the caller ends it
         raise
-
-
-def _bytes_of(wanted: bytes | Post) -> bytes:
-    return wanted.data if isinstance(wanted, Post) else wanted
+    except anyio.get_cancelled_exc_class():
+        why = "a call was cancelled"
+        raise
+    finally:
+        rest.leave(why)
 
 
 async def reason(link: Link) -> Exception:
@@ -194,7 +260,9 @@ async def _wait(tree: Tree, links: tuple[Link, ...], timeout: float) -> None:
 
 def attach(tree: Tree) -> None:
     """Listen to the warden of `tree` on the running event loop."""
-    if tree.port is None and not tree.ended:
+    if tree.port is not None:
+        tree.port.settle(keep_waker=True)
+    elif not tree.ended:
         tree.port = open_port(tree.control)
         pull = weakref.WeakMethod(tree.pull)  # or the loop would keep a tree that its user has dropped
         tree.port.waker = lambda: (alive := pull()) and alive()
@@ -220,8 +288,10 @@ async def run(plan: Plan[T], *, shield: bool = False) -> T:
     and every wait in it is bounded.
 
     asyncio's own `Task.cancel()` passes through a shield: it waits until the clean-up is done, and comes out then.
+    A cancellation comes out even if the clean-up fails; what that raised is its cause.
     """
     cancelled: BaseException | None = None
+    thrown: BaseException | None = None
     with anyio.CancelScope(shield=shield) as scope:
         try:
             step = plan.send(None)
@@ -233,6 +303,8 @@ async def run(plan: Plan[T], *, shield: bool = False) -> T:
                         cancelled = error
                         if not isinstance(step, Talk):
                             continue
+                    if isinstance(error, anyio.get_cancelled_exc_class()):
+                        thrown = error
                     scope.shield = True
                     step = plan.throw(error)
                 else:
@@ -242,6 +314,10 @@ async def run(plan: Plan[T], *, shield: bool = False) -> T:
                 raise cancelled from None
             result: T = stop.value
             return result
+        except Exception as error:
+            if (lost := cancelled or thrown) is not None:  # asyncio tells of it once
+                raise lost from error
+            raise
     raise AssertionError("a cancel scope has swallowed what it did not begin")
 
 

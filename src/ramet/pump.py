@@ -6,6 +6,8 @@ call. Where there is no epoll, anyio's own waiting serves.
 
 Edge-triggered means: a port is told once that something came. Its reader must read until less comes than it asked
 for, and must be ready for `EAGAIN`.
+
+A port belongs to one run of an event loop. A later run that uses it moves it into its own pump.
 """
 
 from __future__ import annotations
@@ -24,18 +26,20 @@ import anyio.lowlevel
 __all__ = ["Port", "open_port", "running_on_trio"]
 
 _MAX_EVENTS = 512
+_READING = select.EPOLLIN | select.EPOLLET if hasattr(select, "epoll") else 0
+_WRITING = _READING | select.EPOLLOUT if hasattr(select, "epoll") else 1
 
 
 class Port:
     """One socket in the pump.
 
     Attributes:
-        ready: something may be there to read.
+        ready: something may be there to read, or there may be room to write if that is watched.
         ended: the other side has closed; no more events will tell of what is left to read.
         waker: called, on the loop's thread, when something came.
     """
 
-    __slots__ = ("_fd", "_pump", "_sock", "ended", "ready", "waker")
+    __slots__ = ("_events", "_fd", "_pump", "_sock", "ended", "ready", "waker")
 
     def __init__(self, sock: socket.socket, pump: _Pump | None) -> None:
         self.ready = False
@@ -44,14 +48,38 @@ class Port:
         self._sock = sock
         self._fd = sock.fileno()
         self._pump = pump
+        self._events = _READING
+        if pump is not None:
+            pump.add(self, self._fd, _READING)
 
     async def wait(self) -> None:
         """Wait until something came. One waiter at a time; a cancelled wait leaves nothing behind."""
+        self.settle()
         if self._pump is not None:
             await self._pump.wait(self)
-        else:
+        elif self._events == _READING:
             with contextlib.suppress(anyio.ClosedResourceError):
                 await anyio.wait_readable(self._sock)
+        else:
+            async with anyio.create_task_group() as tasks:
+                for wait in (anyio.wait_readable, anyio.wait_writable):
+                    tasks.start_soon(_first, wait, self._sock, tasks.cancel_scope)
+
+    def settle(self, *, keep_waker: bool = False) -> None:
+        """Move into the pump of the running event loop, if it is in that of another run."""
+        pump = self._pump
+        if pump is not None and not pump.here():
+            if not keep_waker:
+                self.waker = None  # of a run that is over
+            pump.remove(self._fd)
+            self._pump = pump = _pump_here()
+            pump.add(self, self._fd, self._events)
+
+    def watch_writing(self, on: bool) -> None:
+        """Tell also when there is room to write, or stop telling it."""
+        self._events = _WRITING if on else _READING
+        if self._pump is not None:
+            self._pump.watch(self._fd, self._events)
 
     def close(self) -> None:
         """Leave the pump, and wake who waits."""
@@ -67,6 +95,14 @@ class Port:
             self.waker()
 
 
+async def _first(
+    wait: Callable[[socket.socket], Awaitable[None]], sock: socket.socket, scope: anyio.CancelScope
+) -> None:
+    with contextlib.suppress(anyio.ClosedResourceError):
+        await wait(sock)
+    scope.cancel()
+
+
 class _Pump:
     """The epoll set of one run of an event loop."""
 
@@ -75,11 +111,12 @@ class _Pump:
         self._ports: dict[int, Port] = {}
         self._detach = attach(self)
 
-    def add(self, sock: socket.socket) -> Port:
-        port = Port(sock, self)
-        self._ports[sock.fileno()] = port
-        self.epoll.register(sock, select.EPOLLIN | select.EPOLLET)
-        return port
+    def add(self, port: Port, fd: int, events: int) -> None:
+        self.epoll.register(fd, events)
+        self._ports[fd] = port
+
+    def watch(self, fd: int, events: int) -> None:
+        self.epoll.modify(fd, events)
 
     def remove(self, fd: int) -> None:
         if self._ports.pop(fd, None) is not None:
@@ -102,6 +139,10 @@ class _Pump:
                 if port.waker is not None:
                     port.waker()
 
+    def here(self) -> bool:
+        """Whether it belongs to the event loop that runs now."""
+        raise NotImplementedError  # pragma: no cover
+
     def wait(self, port: Port) -> Awaitable[None]:
         raise NotImplementedError  # pragma: no cover
 
@@ -118,6 +159,9 @@ class _AsyncioPump(_Pump):
     def _remove_reader(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop was closed before
             self._loop.remove_reader(self.epoll.fileno())
+
+    def here(self) -> bool:
+        return asyncio._get_running_loop() is self._loop
 
     async def wait(self, port: Port) -> None:
         future = self._loop.create_future()
@@ -138,6 +182,7 @@ class _TrioPump(_Pump):
         import trio
 
         self._trio = trio.lowlevel
+        self._token = trio.lowlevel.current_trio_token()
         self._closed_error = trio.ClosedResourceError
         super().__init__(self._attach)
 
@@ -154,6 +199,12 @@ class _TrioPump(_Pump):
     def _stop(self) -> None:
         with contextlib.suppress(RuntimeError):  # the run has ended before
             self._trio.notify_closing(self.epoll.fileno())
+
+    def here(self) -> bool:
+        try:
+            return self._trio.current_trio_token() is self._token
+        except RuntimeError:
+            return False
 
     async def wait(self, port: Port) -> None:
         task = self._trio.current_task()
@@ -179,17 +230,20 @@ _current: anyio.lowlevel.RunVar[_Pump | None] = anyio.lowlevel.RunVar("ramet pum
 
 def open_port(sock: socket.socket) -> Port:
     """Put a non-blocking socket into the pump of the running event loop."""
-    if not hasattr(select, "epoll"):
-        return Port(sock, None)
+    return Port(sock, _pump_here() if hasattr(select, "epoll") else None)
+
+
+def _pump_here() -> _Pump:
     pump = _current.get()
     if pump is None or pump.epoll.closed:
         make: _MakePump = _TrioPump if running_on_trio() else _AsyncioPump
         pump = make()
         _current.set(pump)
-    return pump.add(sock)
+    return pump
 
 
 def running_on_trio() -> bool:
     """Whether the current task runs on trio."""
-    trio = sys.modules.get("trio")
-    return trio is not None and trio.lowlevel.in_trio_task()
+    lowlevel = getattr(sys.modules.get("trio"), "lowlevel", None)
+    in_trio_task = getattr(lowlevel, "in_trio_task", None)  # another thread may be in the middle of the import
+    return in_trio_task is not None and in_trio_task()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import select
 import socket
@@ -16,9 +17,11 @@ from ramet.errors import (
     ProtocolError,
     StepTimeout,
 )
+from ramet.process.limits import no_room
 from ramet.process.link import Ended, Gone, Link, Plan, Talk
 from ramet.process.tree import Tree
 from ramet.protocol.flows import Flow, Post
+from ramet.protocol.wire import MAX_FRAME
 
 __all__ = ["run", "talk"]
 
@@ -26,6 +29,8 @@ T = TypeVar("T")
 
 _CHUNK = 65536
 _STATUS_WITHIN = 2.0
+_QUIET = getattr(socket, "MSG_NOSIGNAL", 0)  # a program may have SIGPIPE at its default, which ends it
+_AT_ONCE = _QUIET | getattr(socket, "MSG_DONTWAIT", 0)
 
 
 def talk(link: Link, flow: Flow[T], *, timeout: float | None = None) -> T:
@@ -47,8 +52,9 @@ def _talk(link: Link, flow: Flow[T], timeout: float | None) -> T:
         raise BranchBusy(link.name)
     link.busy = True
     try:
-        link.sock.settimeout(timeout)
-        return _drive(link, flow)
+        if link.sock.gettimeout() is not None:  # from `socket.setdefaulttimeout`
+            link.sock.settimeout(None)
+        return _drive(link, flow, None if timeout is None else time.monotonic() + timeout)
     except TimeoutError:
         late = StepTimeout(link.name, pid=link.pid, timeout=timeout or math.inf)
         link.tree.kill([link])
@@ -67,16 +73,16 @@ def _talk(link: Link, flow: Flow[T], timeout: float | None) -> T:
         link.busy = False
 
 
-def _drive(link: Link, flow: Flow[T]) -> T:
+def _drive(link: Link, flow: Flow[T], until: float | None) -> T:
     try:
         wanted = flow.send(None)
         while True:
             try:
                 came = None
                 if wanted is None:
-                    came = link.peer.decode(_receive(link))
+                    came = link.peer.decode(_receive(link, until))
                 else:
-                    _send(link, wanted)
+                    _send(link, wanted, until)
             except BaseException as error:
                 wanted = flow.throw(error)
             else:
@@ -86,10 +92,12 @@ def _drive(link: Link, flow: Flow[T]) -> T:
         return result
 
 
-def _receive(link: Link) -> bytes:
+def _receive(link: Link, until: float | None) -> bytes:
     inbox = link.inbox
     while (payload := inbox.next()) is None:
         try:
+            if until is not None:
+                _await(link.sock, select.POLLIN, until)
             data = link.sock.recv(_CHUNK)
         except TimeoutError:
             raise
@@ -101,23 +109,59 @@ def _receive(link: Link) -> bytes:
     return payload
 
 
-def _send(link: Link, wanted: bytes | Post) -> None:
+def _await(sock: socket.socket, events: int, until: float | None) -> None:
+    """Wait until a socket is ready for one of these.
+
+    Raises:
+        TimeoutError: it was not until then.
+    """
+    poll = select.poll()
+    poll.register(sock, events)
+    if not poll.poll(None if until is None else max(0.0, until - time.monotonic()) * 1000):
+        raise TimeoutError
+
+
+def _send(link: Link, wanted: bytes | Post, until: float | None) -> None:
+    """Write a request. What comes meanwhile, a late answer, is taken in: its writer may not read until it is."""
     data = wanted.data if isinstance(wanted, Post) else wanted
-    sent = 0
+    sent = taken = 0
     try:
-        if isinstance(wanted, Post):
-            sent = socket.send_fds(link.sock, [data], wanted.fds)
         while sent < len(data):
-            sent += link.sock.send(data[sent:] if sent else data)
-    except TimeoutError:
+            try:
+                if isinstance(wanted, Post) and not sent:
+                    sent = socket.send_fds(link.sock, [data], wanted.fds, _AT_ONCE)
+                else:
+                    sent += link.sock.send(memoryview(data)[sent:] if sent else data, _AT_ONCE)
+            except BlockingIOError:
+                _await(link.sock, select.POLLIN | select.POLLOUT, until)
+                taken += _take_in(link)
+                if taken > MAX_FRAME:
+                    raise ProtocolError(f"{link.name} sent {taken} bytes and did not read its request") from None
+    except (TimeoutError, ProtocolError):
         raise
-    except OSError:
-        raise EOFError from None
-    except BaseException:
-        if sent:
+    except BaseException as error:
+        if isinstance(error, ConnectionError) or (
+            isinstance(error, OSError) and error.errno in (errno.EBADF, errno.ENOTCONN)
+        ):
+            raise EOFError from None
+        if sent and not isinstance(error, EOFError):
             link.tree.kill([link])
             link.shut(BranchLost(link.name, pid=link.pid, reason="interrupted while a request was half written"))
+        if isinstance(error, OSError):
+            raise no_room(error, 1) from error
         raise
+
+
+def _take_in(link: Link) -> int:
+    """Read what is there, without waiting."""
+    try:
+        data = link.sock.recv(_CHUNK, _AT_ONCE)
+    except BlockingIOError:
+        return 0
+    if not data:
+        raise EOFError
+    link.inbox.feed(data)
+    return len(data)
 
 
 def run(plan: Plan[T]) -> T:

@@ -88,12 +88,26 @@ def check_environment(env: Any) -> None:
         raise InvalidEnvironment(
             f"{type(env).__name__} is no environment: it has no {' and no '.join(f'{name}()' for name in missing)}"
         )
+    name = type(env).__name__
+    if not _accepts(env.step, None, None):
+        why = _GYM_HINT if _accepts(env.step, None) else "its step() must take (state, action)"
+        raise InvalidEnvironment(f"{name} is no ramet environment: {why}")
+    if not _accepts(env.reset, seed=None, options=None):
+        raise InvalidEnvironment(
+            f"{name} is no ramet environment: its reset() must take the keywords seed and options,"
+            " `def reset(self, *, seed=None, options=None)`"
+        )
+
+
+def _accepts(method: Callable[..., Any], *args: None, **kwargs: None) -> bool:
+    """Whether a method can be called like that; what does not tell is given the benefit of the doubt."""
     try:
-        inspect.signature(env.step).bind(None, None)
+        inspect.signature(method).bind(*args, **kwargs)
     except TypeError:
-        raise InvalidEnvironment(f"{type(env).__name__} is no ramet environment: {_GYM_HINT}") from None
+        return False
     except ValueError:
-        pass  # a built-in without a signature: let it speak for itself
+        pass  # a built-in without a signature
+    return True
 
 
 def unpack_recipe(recipe: bytes) -> tuple[Callable[[], Any], Mapping[str, type]]:
@@ -333,8 +347,11 @@ def _check_result(result: StepResult) -> None:
 
 def _kind(value: Any) -> str:
     if isinstance(value, tuple):
-        hint = "; " + _GYM_HINT if len(value) == 5 else ""
-        return f"a tuple of {len(value)}{hint}"
+        if len(value) == 5:
+            return f"a tuple of 5; {_GYM_HINT}"
+        if len(value) == 2 and not isinstance(value[0], State):
+            return f"a {type(value[0]).__name__} in the place of the State: return State(observation), info"
+        return f"a tuple of {len(value)}"
     return f"{type(value).__name__}"
 
 
