@@ -54,6 +54,13 @@ class Busy(Counter):
         os.close(send)
         return pid
 
+    def start_runaway(self) -> None:
+        """A process that is never the same for long: it forks, and its parent ends."""
+        if os.fork() == 0:
+            while True:
+                if os.fork() != 0:
+                    os._exit(0)
+
     def kill_agent(self, agent: int, moment: str) -> None:
         """The next fork of this process kills the agent, at some moment of it."""
 
@@ -181,6 +188,24 @@ def killed_at(script: str, *args: str, lines: int) -> None:
 def test_a_killed_agent_leaves_its_tree_alive(kind: str, loop: str, lines: int) -> None:
     """Killed amid busy branches and running forks, with daemonised grandchildren: all are gone in a second."""
     killed_at(CROWD, loop, kind, lines=lines)
+
+
+RUNAWAY = PRELUDE + """
+    async def main():
+        async with host(Busy) as env:
+            await env.reset()
+            copy, _ = await env.fork()
+            await copy.call("start_runaway")
+            print("started", flush=True)
+            await anyio.sleep_forever()
+
+    run(main)
+"""
+
+
+def test_a_killed_agent_leaves_a_runaway_alive() -> None:
+    """A process that forks faster than it can be looked for is ended with its group."""
+    killed_at(RUNAWAY, "asyncio", lines=1)
 
 
 @pytest.mark.slow

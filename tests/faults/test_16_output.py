@@ -30,9 +30,10 @@ class Talker(Counter):
             self.file.write("before the fork, ")
 
     def act(self, action: Any) -> Any:
-        sys.stdout.write(f"{action}, ")
-        if self.file:
-            self.file.write(f"{action}, ")
+        # Flushed, or what a branch has inherited in its buffers would never be seen.
+        for file in filter(None, (sys.stdout, self.file)):
+            file.write(f"{action}\n")
+            file.flush()
         if action == "exit":
             sys.exit(0)
         return self.count

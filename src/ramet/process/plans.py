@@ -31,6 +31,7 @@ logger = logging.getLogger("ramet")
 
 _VALUE_MODULES = ("numpy",)
 FORK_WITHIN = 300.0
+_COLLECT_WITHIN = 2.0
 _BUSY_GRACE = 0.5
 END_WITHIN = 10.0
 """The longest wait, in seconds, for processes that were killed to be reaped."""
@@ -134,8 +135,7 @@ def _fork_batch(
             collect=collect,
             allow_threads=tree.allow_threads,
         )
-        # Not bounded by step_timeout, which is for one step: the checkpoint would be ended since a batch is large.
-        forked: Forked = yield Talk(parent, flow, FORK_WITHIN)
+        forked: Forked = yield Talk(parent, flow, _fork_within(tree, len(names)))
         for link, pid in zip(made, forked.pids, strict=False):
             tree.register(link, pid, ticket)
     finally:
@@ -149,6 +149,11 @@ def _fork_batch(
         link.peer.descend(parent.peer, instant=forked.instant, first_handle=forked.first_handle)
     for text in forked.warnings:
         warn_user(f"fork of {parent.name}: {text}", ForkSafetyWarning)
+
+
+def _fork_within(tree: Tree, count: int) -> float:
+    """How long a batch may take: as many steps, and time for a collection, or a large one would end its checkpoint."""
+    return FORK_WITHIN if tree.step_timeout is None else tree.step_timeout * count + _COLLECT_WITHIN
 
 
 def discard(links: Iterable[Link]) -> Plan[None]:
