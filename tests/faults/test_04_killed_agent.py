@@ -190,7 +190,9 @@ def test_a_killed_agent_leaves_its_tree_alive(kind: str, loop: str, lines: int) 
     killed_at(CROWD, loop, kind, lines=lines)
 
 
-RUNAWAY = PRELUDE + """
+RUNAWAY = (
+    PRELUDE
+    + """
     async def main():
         async with host(Busy) as env:
             await env.reset()
@@ -201,6 +203,7 @@ RUNAWAY = PRELUDE + """
 
     run(main)
 """
+)
 
 
 def test_a_killed_agent_leaves_a_runaway_alive() -> None:
