@@ -230,11 +230,11 @@ DYING_IN_A_FORK = (
             await env.call("kill_agent", os.getpid(), sys.argv[2])
             print("armed", flush=True)
             if sys.argv[3] == "checkpoint":
-                async with BranchManager.create(env) as mgr:
-                    await mgr.checkpoint("start", at)
+                mgr = BranchManager.create(env)
+                await mgr.checkpoint("start", at)
             else:
                 await env.fork(3)
-            print("survived", flush=True)
+            await anyio.sleep_forever()  # a child says hello first, and kills the agent then
 
     run(main)
 """
@@ -256,7 +256,7 @@ def test_an_agent_killed_at_a_moment_of_a_fork_leaves_its_tree_alive(moment: str
     with agent(DYING_IN_A_FORK, "asyncio", moment, what) as (process, family):
         assert process.stdout is not None
         assert process.stdout.read() == "armed\n"
-        assert process.wait() == -signal.SIGKILL
+        assert process.wait(WITHIN) == -signal.SIGKILL
         wait_until(lambda: not family(), timeout=WITHIN, what=f"nothing is alive, but {family()}")
 
 

@@ -66,7 +66,7 @@ class Server:
         self._codec = self._new_codec({})
         self._safety = safety or Safety()
         self._safety.own |= {sock.fileno(), *own}
-        self._checkpoint = False  # only ever forked, so its heap stays frozen
+        self._checkpoint = adopted  # only ever forked, so its heap stays frozen
         self._oom_score = _higher_oom_score()
         self._tidied = True
         forks.on_foreign_fork(self._let_go)
