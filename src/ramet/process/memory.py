@@ -26,6 +26,8 @@ def freeze(*, collect: bool) -> None:
     if collect:
         gc.collect()
         _pending = 0
+    elif gc.isenabled():
+        gc.collect(0)  # a few hundred objects at most; as old ones they would wait for a full collection
     gc.freeze()
     if collect:
         _tracked = gc.get_freeze_count()
