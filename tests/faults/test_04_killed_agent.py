@@ -255,7 +255,8 @@ def test_an_agent_killed_at_a_moment_of_a_fork_leaves_its_tree_alive(moment: str
     """The agent is killed by the very process that forks, or is forked, at each moment of a fork."""
     with agent(DYING_IN_A_FORK, "asyncio", moment, what) as (process, family):
         assert process.stdout is not None
-        assert process.stdout.read() == "armed\n"
+        # A child says hello before it is itself, so the agent may get a little further than the fork.
+        assert process.stdout.read().startswith("armed\n")
         assert process.wait(WITHIN) == -signal.SIGKILL
         wait_until(lambda: not family(), timeout=WITHIN, what=f"nothing is alive, but {family()}")
 
