@@ -101,21 +101,20 @@ async def _receive(link: Link) -> bytes:
         if payload is not None:
             return payload
         port = link.port
-        if port is not None:
-            if not port.ready:
-                await port.wait()
-            port.ready = port.ended
+        if port is None:  # waited for even if the answer is there: a call always lets others run
+            port = link.port = open_port(link.sock)
+        if not port.ready:
+            await port.wait()
+        port.ready = port.ended
         try:
             data = link.sock.recv(_CHUNK)
         except BlockingIOError:
-            if port is None:
-                link.port = open_port(link.sock)
             continue
         except OSError:
             raise EOFError from None
         if not data:
             raise EOFError
-        if port is not None and len(data) == _CHUNK:
+        if len(data) == _CHUNK:
             port.ready = True
         inbox.feed(data)
 
